@@ -158,8 +158,3 @@ class TokenSumKernel:
         for i in cutlass.range_constexpr(VECTOR // 2):
             acc[2 * i] = ptx.fma_rn(scale, ptx.bf16x2_low(pairs[i]), acc[2 * i])
             acc[2 * i + 1] = ptx.fma_rn(scale, ptx.bf16x2_high(pairs[i]), acc[2 * i + 1])
-
-
-TokenSumKernel.kernel.set_name_prefix(
-    "token_sum", remove_cutlass_symbol=True, keep_mangled_name=False
-)

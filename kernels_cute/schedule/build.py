@@ -1,7 +1,6 @@
 """The schedule of one rank: count, scan and place, launched together."""
 
 import cuda.bindings.driver as cuda
-import cutlass
 from cutlass import Int32, Int64, cute
 
 from mok.kernels_cute.schedule.count import CountKernel
@@ -51,14 +50,14 @@ class ScheduleKernel:
         """All arrays are int32 unless said otherwise.
 
         Input: rank r's ids [T_r, K] at ids_addr + r·rank_stride and its token count [1] at
-        num_tokens_addr + r·rank_stride; rank_stride in bytes. Any T_r ≥ 0; Σ T_r·K < 2^31 − 64·K.
-        Scratch, sizes from ``schedule_scratch``: counts, totals, local (int16), rank_starts.
+        num_tokens_addr + r·rank_stride; rank_stride in bytes. Any T_r ≥ 0; Σ T_r·K ≤ MAX_ROUTES.
+        Scratch, sizes from ``schedule_plan``: counts, totals, local (int16), rank_starts.
 
         Output: peer_rank [capacity] and peer_token_idx [capacity] (−1 in padding rows; entries
         past the padded total are left alone), num_rows [1] (the padded total; upstream calls it
         num_tokens), tokens_per_expert [El], expert_offset [El + 1] (padded), block_expert
         [capacity / tile], and, unless its address is 0, route_row [T, K] (EP = 1 only: the row of
-        each route, −1 for a dropped one). record [8]: see ``common.RECORD_WORDS``.
+        each route, −1 for a dropped one). record [8]: see ``plan.RECORD_WORDS``.
 
         tile is a power of two; 1 ≤ num_chunks ≤ MAX_CHUNKS changes speed only.
         """

@@ -1,4 +1,4 @@
-"""What the schedule's kernels share: sizes, the warp scan, the token index, the error record.
+"""Device functions that the schedule's kernels share: order, warp scan, search, error record.
 
 The row order, which no kernel of the schedule may disagree on: with N tokens of all ranks, token g
 (rank offset + local index) belongs to *stream* ``b = g div S`` at *step* ``a = g mod S``,
@@ -8,24 +8,9 @@ range of steps, the work of one CTA; inside a chunk each stream is a run of cons
 """
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 
-WARP = 32
-WARPS = 8  # of the count and place kernels
-THREADS = WARP * WARPS
-STREAMS = 64
-MAX_TOPK = 32
-MAX_CHUNKS = 512  # what the scan kernel holds in registers: 32 warps of 16
-MAX_LOCAL_EXPERTS = 5632  # place: 9 words per expert in shared memory, next to ...
-MAX_RANKS = 4096  # ... one word per rank
-
-RECORD_WORDS = 8
-"""An error record, int32 [8]: code, rank, token, k, low and high half of a value, limit, 0.
-
-All zero means no error. The first kernel to find one claims the record; later ones are dropped.
-"""
-ROUTE_OUT_OF_RANGE = 1  # value: the id, limit: E. The route counts as −1
-ROWS_OUT_OF_CAPACITY = 2  # value: padded rows, limit: capacity. The schedule is empty instead
+from mok.kernels_cute.schedule.plan import STREAMS
 
 
 @cute.jit
@@ -37,7 +22,7 @@ def words(address: Int64) -> cute.Pointer:
 @cute.jit
 def ceil_div(a: Int32, b: Int32) -> Int32:
     """⌈a / b⌉ for a ≥ 0, b ≥ 1."""
-    return Int32((cutlass.Uint32(a) + cutlass.Uint32(b) - 1) // cutlass.Uint32(b))
+    return Int32((Uint32(a) + Uint32(b) - 1) // Uint32(b))
 
 
 @cute.jit

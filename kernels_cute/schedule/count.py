@@ -6,19 +6,20 @@ from cutlass import Int16, Int32, Int64, Uint32, cute
 
 from mok.kernels_cute import ptx
 from mok.kernels_cute.schedule.common import (
-    ROUTE_OUT_OF_RANGE,
-    STREAMS,
-    THREADS,
-    WARP,
     find_segment,
     record_error,
     steps_of,
     warp_inclusive_sum,
     words,
 )
-
-TILE_ROUTES = 8192  # routes that a CTA holds in shared memory at once, as int16
-IDS_IN_FLIGHT = 4
+from mok.kernels_cute.schedule.plan import (
+    IDS_IN_FLIGHT,
+    ROUTE_OUT_OF_RANGE,
+    STREAMS,
+    THREADS,
+    TILE_ROUTES,
+    WARP,
+)
 
 
 class CountKernel:
@@ -226,6 +227,7 @@ class CountKernel:
                 tile16[places[u]] = Int16(expert)
 
 
+# Part of ScheduleKernel, which names no device symbols of its own.
 CountKernel.kernel.set_name_prefix(
     "schedule_count", remove_cutlass_symbol=True, keep_mangled_name=False
 )

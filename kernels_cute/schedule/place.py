@@ -6,17 +6,13 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from mok.kernels_cute import ptx
 from mok.kernels_cute.schedule.common import (
-    ROWS_OUT_OF_CAPACITY,
-    STREAMS,
-    THREADS,
-    WARP,
-    WARPS,
     find_segment,
     record_error,
     steps_of,
     warp_inclusive_sum,
     words,
 )
+from mok.kernels_cute.schedule.plan import ROWS_OUT_OF_CAPACITY, STREAMS, THREADS, WARP, WARPS
 
 ROUTES_IN_FLIGHT = 4
 
@@ -175,7 +171,13 @@ class PlaceKernel:
         )
         if not fits and chunk == 0 and tid == 0:
             record_error(
-                record_addr, ROWS_OUT_OF_CAPACITY, rank, Int32(0), Int32(0), Int64(num_rows), capacity
+                record_addr,
+                ROWS_OUT_OF_CAPACITY,
+                rank,
+                Int32(0),
+                Int32(0),
+                Int64(num_rows),
+                capacity,
             )
 
     @cute.jit
@@ -310,6 +312,7 @@ class PlaceKernel:
             expert += step
 
 
+# Part of ScheduleKernel, which names no device symbols of its own.
 PlaceKernel.kernel.set_name_prefix(
     "schedule_place", remove_cutlass_symbol=True, keep_mangled_name=False
 )

@@ -5,7 +5,8 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from mok.kernels_cute import ptx
-from mok.kernels_cute.schedule.common import MAX_CHUNKS, WARP, words
+from mok.kernels_cute.schedule.common import words
+from mok.kernels_cute.schedule.plan import MAX_CHUNKS, WARP
 
 WARPS = 32
 PER_WARP = MAX_CHUNKS // WARPS  # chunks that one thread holds in registers
@@ -69,6 +70,7 @@ class ScanKernel:
             words(totals_addr)[expert] = total
 
 
+# Part of ScheduleKernel, which names no device symbols of its own.
 ScanKernel.kernel.set_name_prefix(
     "schedule_scan", remove_cutlass_symbol=True, keep_mangled_name=False
 )

@@ -5,14 +5,8 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from mok.kernels_cute import ptx
-from mok.kernels_cute.schedule.common import ROUTE_OUT_OF_RANGE, THREADS, record_error, words
-
-IDS_IN_FLIGHT = 4  # loads that a thread issues before it uses the first
-
-
-def stage_ctas(num_routes: int, num_sms: int) -> int:
-    """CTAs to launch for T·K ids: enough for one pass, at most 8 per SM, at least 1."""
-    return max(1, min(-(-num_routes // (THREADS * IDS_IN_FLIGHT)), 8 * num_sms))
+from mok.kernels_cute.schedule.common import record_error, words
+from mok.kernels_cute.schedule.plan import IDS_IN_FLIGHT, ROUTE_OUT_OF_RANGE, THREADS
 
 
 class StageIdsKernel:
@@ -45,7 +39,7 @@ class StageIdsKernel:
         stream: cuda.CUstream,
     ):
         """src: ids [T, K], contiguous; ids: int32 [T, K] and count: int32 [1], both this rank's;
-        record: see ``common.RECORD_WORDS``. T may be 0 (src is then not read); T·K < 2^31."""
+        record: see ``plan.RECORD_WORDS``. T may be 0 (src is then not read); T·K < 2^31."""
         self.kernel(
             src_addr, ids_addr, count_addr, record_addr, num_tokens, topk, num_experts, rank
         ).launch(grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)
@@ -109,8 +103,3 @@ class StageIdsKernel:
             )
             expert = Int32(-1)
         return expert
-
-
-StageIdsKernel.kernel.set_name_prefix(
-    "stage_ids", remove_cutlass_symbol=True, keep_mangled_name=False
-)
