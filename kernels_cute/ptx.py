@@ -1,0 +1,125 @@
+"""Every inline PTX of the project, one small function each.
+
+``tests/kernels_cute/test_ptx.py`` compiles each function and asserts the instruction it makes. Arithmetic
+stands here because the DSL contracts ``a*b+c`` differently from place to place: explicitly rounded
+instructions give one result everywhere. ``inline_ptx`` is treated as having side effects, so none of
+these is hoisted out of a loop or merged.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+LOG2_E = 1.4426950408889634
+
+# ---- arithmetic, each with one rounding ----
+
+
+def mul_rn(a: Float32, b: Float32) -> Float32:
+    """a*b, round to nearest even, never contracted."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def add_rn(a: Float32, b: Float32) -> Float32:
+    """a+b, round to nearest even, never contracted."""
+    return cute.arch.inline_ptx(
+        "add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a*b+c with one rounding."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )
+
+
+def ex2(a: Float32) -> Float32:
+    """2**a; relative error below 2**-22 (PTX ISA, ex2.approx.ftz)."""
+    return cute.arch.inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a]
+    )
+
+
+def rcp(a: Float32) -> Float32:
+    """1/a within 1 ulp (PTX ISA, rcp.approx.ftz); 1/inf = 0."""
+    return cute.arch.inline_ptx(
+        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a]
+    )
+
+
+def min_nan(a: Float32, b: Float32) -> Float32:
+    """Minimum that propagates NaN."""
+    return cute.arch.inline_ptx(
+        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def max_nan(a: Float32, b: Float32) -> Float32:
+    """Maximum that propagates NaN."""
+    return cute.arch.inline_ptx(
+        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def pack_bf16(lo: Float32, hi: Float32) -> Uint32:
+    """Two FP32 values as BF16x2, each rounded to nearest even; ``lo`` in the low half."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32],
+        read_only_args=[hi, lo],
+    )
+
+
+# ---- data movement ----
+
+
+def stmatrix_x4(address: Int32, r0: Uint32, r1: Uint32, r2: Uint32, r3: Uint32) -> None:
+    """Four 8×8 16-bit matrices of a warp to shared memory; lane l gives the row address of row l."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, r0, r1, r2, r3],
+    )
+
+
+def cp_async_16(shared_address: Int32, global_address: Int64, source_bytes: Int32) -> None:
+    """16 bytes global → shared, of which ``source_bytes`` (0 or 16) are read and the rest zero-filled."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[shared_address, global_address, source_bytes],
+    )
+
+
+def load_16(address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """16 bytes from global memory past L1: the rows of a ring are rewritten during the kernel."""
+    return cute.arch.inline_ptx(
+        "ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32, Uint32, Uint32, Uint32],
+        read_only_args=[address],
+    )
+
+
+def store_16(address: Int64, r0: Uint32, r1: Uint32, r2: Uint32, r3: Uint32) -> None:
+    """16 bytes to global memory."""
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, r0, r1, r2, r3],
+    )
+
+
+# ---- waiting and failing ----
+
+
+def nanosleep(ns: int) -> None:
+    """Suspend the thread for about ``ns`` nanoseconds."""
+    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(ns)])
+
+
+def trap() -> None:
+    """Abort the grid: the host sees a launch failure."""
+    cute.arch.inline_ptx("trap;")
+
+
