@@ -1,111 +1,177 @@
-"""Inline PTX: every instruction that the DSL has no spelling for, one function each.
+"""Every inline PTX of the project, one small function each.
 
-Each function states the instruction it makes; ``tests/kernels_cute/test_ptx.py`` compiles every one
-of them and looks for that instruction. Arithmetic is free of side effects, so that equal
-expressions merge; memory accesses are not.
+``tests/kernels_cute/test_ptx.py`` compiles each function and asserts the instruction it makes. Arithmetic
+stands here because the DSL contracts ``a*b+c`` differently from place to place: explicitly rounded
+instructions give one result everywhere. ``inline_ptx`` is treated as having side effects, so none of
+these is hoisted out of a loop or merged.
 """
 
-from cutlass import Boolean, Float32, Int32, Int64, Numeric, cute
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32
 from cutlass._mlir.dialects import llvm
 
-__all__ = [
-    "bf16x2_high",
-    "bf16x2_low",
-    "fma_rn",
-    "load_16b_if",
-    "load_if",
-    "load_s16_if",
-    "pack_bf16x2_rn",
-    "store_16b",
-]
+LOG2_E = 1.4426950408889634
+
+# ---- arithmetic, each with one rounding ----
 
 
-def _pure(result: type[Numeric], constraints: str, code: str, *operands: Numeric) -> Numeric:
-    """One value from register operands: may be merged, moved, or dropped when unused."""
-    return result(
-        llvm.inline_asm(
-            result.mlir_type,
-            [operand.ir_value() for operand in operands],
-            code,
-            constraints,
-            has_side_effects=False,
-        )
+def mul_rn(a: Float32, b: Float32) -> Float32:
+    """a*b, round to nearest even, never contracted."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def add_rn(a: Float32, b: Float32) -> Float32:
+    """a+b, round to nearest even, never contracted."""
+    return cute.arch.inline_ptx(
+        "add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )
 
 
 def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
-    """``fma.rn.f32``: a·b + c with one rounding, whatever the compiler would have contracted."""
-    return _pure(Float32, "=f,f,f,f", "fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+    """a*b+c with one rounding."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )
 
 
-def bf16x2_low(pair: Int32) -> Float32:
-    """``shl.b32``: the low BF16 of a pair as FP32 (exact)."""
-    code = "{\n\t.reg .b32 t;\n\tshl.b32 t, $1, 16;\n\tmov.b32 $0, t;\n\t}"
-    return _pure(Float32, "=f,r", code, pair)
+def ex2(a: Float32) -> Float32:
+    """2**a; relative error below 2**-22 (PTX ISA, ex2.approx.ftz)."""
+    return cute.arch.inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a]
+    )
 
 
-def bf16x2_high(pair: Int32) -> Float32:
-    """``and.b32``: the high BF16 of a pair as FP32 (exact)."""
-    code = "{\n\t.reg .b32 t;\n\tand.b32 t, $1, 0xffff0000;\n\tmov.b32 $0, t;\n\t}"
-    return _pure(Float32, "=f,r", code, pair)
+def rcp(a: Float32) -> Float32:
+    """1/a within 1 ulp (PTX ISA, rcp.approx.ftz); 1/inf = 0."""
+    return cute.arch.inline_ptx(
+        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a]
+    )
 
 
-def pack_bf16x2_rn(low: Float32, high: Float32) -> Int32:
-    """``cvt.rn.bf16x2.f32``: two FP32 to a BF16 pair, round to nearest even."""
-    return _pure(Int32, "=r,f,f", "cvt.rn.bf16x2.f32 $0, $2, $1;", low, high)
+def min_nan(a: Float32, b: Float32) -> Float32:
+    """Minimum that propagates NaN."""
+    return cute.arch.inline_ptx(
+        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def max_nan(a: Float32, b: Float32) -> Float32:
+    """Maximum that propagates NaN."""
+    return cute.arch.inline_ptx(
+        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def pack_bf16(lo: Float32, hi: Float32) -> Uint32:
+    """Two FP32 values as BF16x2, each rounded to nearest even; ``lo`` in the low half."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32],
+        read_only_args=[hi, lo],
+    )
+
+
+def unpack_bf16(pair: Uint32) -> tuple[Float32, Float32]:
+    """The low and the high half of a BF16x2 as FP32, exact."""
+    return cute.arch.inline_ptx(
+        "shl.b32 {$w0}, {$r0}, 16;\n\tand.b32 {$w1}, {$r0}, 0xffff0000;",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
+    )
+
+
+# ---- data movement ----
+
+
+def stmatrix_x4(address: Int32, r0: Uint32, r1: Uint32, r2: Uint32, r3: Uint32) -> None:
+    """Four 8×8 16-bit matrices of a warp to shared memory; lane l gives the row address of row l."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, r0, r1, r2, r3],
+    )
+
+
+def cp_async_16(shared_address: Int32, global_address: Int64, source_bytes: Int32) -> None:
+    """16 bytes global → shared, of which ``source_bytes`` (0 or 16) are read and the rest zero-filled."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[shared_address, global_address, source_bytes],
+    )
+
+
+def load_16(address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """16 bytes from global memory past L1: the rows of a ring are rewritten during the kernel."""
+    return cute.arch.inline_ptx(
+        "ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32, Uint32, Uint32, Uint32],
+        read_only_args=[address],
+    )
+
+
+def store_16(address: Int64, r0: Uint32, r1: Uint32, r2: Uint32, r3: Uint32) -> None:
+    """16 bytes to global memory."""
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, r0, r1, r2, r3],
+    )
 
 
 def load_if(address: Int64, valid: Boolean, otherwise: Numeric) -> Numeric:
-    """``ld.global.b32`` or ``.b64`` where ``valid``; ``otherwise``, and no access, elsewhere.
+    """32 or 64 bits from global memory where ``valid``; ``otherwise``, and no access, elsewhere.
 
-    The value has the type of ``otherwise``, Int32, Float32 or Int64, and the address is a multiple
-    of its size. One predicated instruction instead of a branch: several can be in flight at once.
+    The value has the type of ``otherwise``: Int32, Float32 or Int64. One predicated instruction
+    instead of a branch, so several loads can be in flight together.
     """
     kind = type(otherwise)
     register = {Int32: "r", Float32: "f", Int64: "l"}[kind]
-    # Operand 3 is tied to the result, which therefore keeps its value when the load is off.
+    return _load_if(address, valid, otherwise, f"b{kind.width}", register)
+
+
+def load_s16_if(address: Int64, valid: Boolean, otherwise: Int32) -> Int32:
+    """A signed 16-bit integer from global memory, extended; as ``load_if``."""
+    return _load_if(address, valid, otherwise, "s16", "r")
+
+
+def _load_if(address: Int64, valid: Boolean, otherwise: Numeric, width: str, register: str):
+    # ``otherwise`` is tied to the result, which therefore keeps its value where the load is off.
+    kind = type(otherwise)
     return kind(
         llvm.inline_asm(
             kind.mlir_type,
             [address.ir_value(), Int32(valid).ir_value(), otherwise.ir_value()],
             "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, $2, 0;\n\t"
-            f"@p ld.global.b{kind.width} $0, [$1];\n\t}}",
+            f"@p ld.global.{width} $0, [$1];\n\t}}",
             f"={register},l,r,0",
             has_side_effects=True,
         )
     )
 
 
-def load_s16_if(address: Int64, valid: Boolean, otherwise: Int32) -> Int32:
-    """``ld.global.s16`` where ``valid``, sign-extended; ``otherwise``, and no access, elsewhere."""
-    return Int32(
-        llvm.inline_asm(
-            Int32.mlir_type,
-            [address.ir_value(), Int32(valid).ir_value(), otherwise.ir_value()],
-            "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, $2, 0;\n\t@p ld.global.s16 $0, [$1];\n\t}",
-            "=r,l,r,0",
-            has_side_effects=True,
-        )
-    )
-
-
-def load_16b_if(address: Int64, valid: Boolean) -> tuple[Int32, Int32, Int32, Int32]:
-    """``ld.global.L1::no_allocate.v4.b32`` where ``valid``; four zeros and no access elsewhere.
-
-    ``address`` must be a multiple of 16. For data read once: it does not displace L1.
-    """
+def load_16_if(address: Int64, valid: Boolean) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """``load_16`` where ``valid``; four zeros, and no access, elsewhere."""
     return cute.arch.inline_ptx(
         "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, {$r1}, 0;\n\t"
         "mov.b32 {$w0}, 0;\n\tmov.b32 {$w1}, 0;\n\tmov.b32 {$w2}, 0;\n\tmov.b32 {$w3}, 0;\n\t"
         "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];\n\t}",
-        write_only_types=[Int32, Int32, Int32, Int32],
+        write_only_types=[Uint32, Uint32, Uint32, Uint32],
         read_only_args=[address, Int32(valid)],
     )
 
 
-def store_16b(address: Int64, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
-    """``st.global.v4.b32``; ``address`` must be a multiple of 16."""
-    cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[address, a, b, c, d],
-    )
+# ---- waiting and failing ----
+
+
+def nanosleep(ns: int) -> None:
+    """Suspend the thread for about ``ns`` nanoseconds."""
+    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(ns)])
+
+
+def trap() -> None:
+    """Abort the grid: the host sees a launch failure."""
+    cute.arch.inline_ptx("trap;")
+
+

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from mok.reference import fma32, ieee_matmul
 
-finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-1e18, max_value=1e18)
+finite = st.floats(
+    width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60
+)
 
 
 def rounded_once(a: float, b: float, c: float) -> float:
@@ -39,17 +41,12 @@ def test_fma_rounds_once(a, b, c):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_fma_where_a_second_rounding_would_err(sign):
-    # 1 + half an ulp + a bit too small for FP64: FP64 rounds it to a tie, and the tie to even.
-    ulp = 2.0**-23
-    a, b, c = 1 + ulp, 2.0**-24, 1.0
-    assert fma(a, sign * b, sign * c) == sign * (1 + ulp)
-    tiny = 2.0**-60
-    assert fma(1 + 2.0**-12, tiny, 1.0) == 1.0
-    a = torch.tensor(1.0 + 2**-23)
-    b = torch.tensor(2.0**-24 * (1 + 2**-23))
-    c = torch.tensor(1.0)
-    assert fma32(a, b, c).item() == rounded_once(a.item(), b.item(), c.item())
+def test_fma_where_rounding_twice_would_err(sign):
+    # a·b = 2^-24·(1 + 2^-46), just above half an ulp of 1. FP64 drops the 2^-70, and the tie that
+    # is left goes down to 1.
+    a, b = 1 + 2.0**-11 + 2.0**-23, sign * 2.0**-24 * (1 - 2.0**-11 + 2.0**-23)
+    assert np.float32(a * b + sign) == sign
+    assert fma(a, b, sign) == rounded_once(a, b, sign) == sign * (1 + 2.0**-23)
 
 
 @pytest.mark.parametrize(

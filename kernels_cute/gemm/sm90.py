@@ -1,0 +1,256 @@
+"""The Hopper mainloop: TMA or gathered loads into a ring of shared-memory stages, wgmma out of it.
+
+``A`` is (128, 64) per stage, ``B`` (tile_n, 64), both BF16, K-major, 128-byte swizzle. B arrives as two
+halves of tile_n/2 rows, so that gate and up can be one GEMM: its accumulator holds gate in the left and
+up in the right half of the columns.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90_helpers
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from .. import ptx
+from ..invariant import Invariant
+from ..sync import advance
+
+
+class Tma(NamedTuple):
+    """A TMA copy atom and the coordinate tensor that goes with it."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Operand(NamedTuple):
+    """A TMA source partitioned for one CTA: global tiles (TMA, tile, k, batch) and stages (TMA, stage)."""
+
+    atom: cute.CopyAtom
+    tXgX: cute.Tensor
+    tXsX: cute.Tensor
+
+
+class Stages(NamedTuple):
+    """The mbarriers of the A/B stages. full: loads landed; empty: the MMA warps are done."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Mainloop(Invariant):
+    """Shapes, shared-memory layouts and loops of one tile configuration.
+
+    Args:
+        tile_n: accumulator columns, a multiple of 64 up to 256.
+        stages: shared-memory stages; (128 + tile_n) * 128 bytes each.
+        gather_threads: threads that gather rows of A (0: A always comes by TMA).
+    """
+
+    TILE_M = 128
+    TILE_K = 64
+    WARPGROUPS = 2  # cooperative: rows 0-63 and 64-127 of one tile
+
+    def __init__(self, tile_n: int, stages: int, gather_threads: int):
+        self.tile_n = tile_n
+        self.half_n = tile_n // 2
+        self.stages = stages
+        self.gather_threads = gather_threads
+        self.a_bytes = self.TILE_M * self.TILE_K * 2
+        self.b_bytes = tile_n * self.TILE_K * 2
+        self.full_arrivals = 1 + gather_threads
+        self.empty_arrivals = self.WARPGROUPS * 4
+
+    def setup(self) -> None:
+        """Build layouts and the tiled MMA (inside a jit function, where the DSL's context exists)."""
+        self.tiled_mma = sm90_helpers.make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (self.WARPGROUPS, 1, 1),
+            tiler_mn=(64, self.tile_n),
+        )
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+
+        def staged(rows: int, count: int) -> cute.ComposedLayout:
+            return cute.tile_to_shape(atom, (rows, self.TILE_K, count), order=(0, 1, 2))
+
+        self.a_layout = staged(self.TILE_M, self.stages)
+        self.b_layout = staged(self.tile_n, self.stages)
+        self.b_half_layout = staged(self.half_n, 2 * self.stages)
+
+    # ---- host: descriptors ----
+
+    def tma_a(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (128, 64) from (rows, k, batch)."""
+        layout = cute.slice_(self.a_layout, (None, None, 0))
+        return Tma(
+            *cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (self.TILE_M, self.TILE_K)
+            )
+        )
+
+    def tma_b_half(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (tile_n/2, 64) from (n, k, expert)."""
+        layout = cute.slice_(self.b_half_layout, (None, None, 0))
+        return Tma(
+            *cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (self.half_n, self.TILE_K)
+            )
+        )
+
+    # ---- device ----
+
+    def partition(self, tma: Tma, sX: cute.Tensor, rows: int) -> Operand:
+        """Partition a TMA source of (rows, 64) tiles for the stages of ``sX``."""
+        gX = cute.local_tile(tma.tensor, (rows, self.TILE_K), (None, None, None))
+        tXsX, tXgX = cpasync.tma_partition(
+            tma.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sX, 0, 2),
+            cute.group_modes(gX, 0, 2),
+        )
+        return Operand(tma.atom, tXgX, tXsX)
+
+    @cute.jit
+    def load_tile(
+        self,
+        bars: Stages,
+        a: Operand,
+        a_by_tma: cutlass.Constexpr[bool],
+        a_tile: Int32,
+        left: Operand,
+        left_tile: Int32,
+        right: Operand,
+        right_tile: Int32,
+        expert: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Load all K steps of a task (one warp): A tile ``a_tile``, B halves ``left_tile``, ``right_tile``.
+
+        Without ``a_by_tma`` the gather warps fill A. Returns the next (stage, phase).
+        """
+        tx_bytes = self.b_bytes
+        if cutlass.const_expr(a_by_tma):
+            tx_bytes = self.a_bytes + self.b_bytes
+        tAgA = a.tXgX[None, a_tile, None, 0]
+        tBgB_left = left.tXgX[None, left_tile, None, expert]
+        tBgB_right = right.tXgX[None, right_tile, None, expert]
+        for k in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            full = bars.full + stage
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
+            if cutlass.const_expr(a_by_tma):
+                cute.copy(a.atom, tAgA[None, k], a.tXsX[None, stage], tma_bar_ptr=full)
+            cute.copy(left.atom, tBgB_left[None, k], left.tXsX[None, 2 * stage], tma_bar_ptr=full)
+            cute.copy(
+                right.atom, tBgB_right[None, k], right.tXsX[None, 2 * stage + 1], tma_bar_ptr=full
+            )
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def gather_tile(
+        self,
+        bars: Stages,
+        sA_address: Int32,
+        x_address: Int64,
+        row_bytes: Int64,
+        rows: cute.Tensor,
+        thread: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Gather all K steps of A by cp.async; ``rows`` int32 [128*8/gather_threads]: source rows, -1 for zeros.
+
+        Thread t copies 16-byte chunk t%8 of rows t//8, t//8 + gather_threads/8, …; the chunk lands at its
+        place in the 128-byte swizzle (chunk xor row mod 8).
+        """
+        row_step = self.gather_threads // 8
+        chunk = thread % 8
+        first = thread // 8
+        source = x_address + Int64(chunk * 16)
+        target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+        for k in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            stage_target = target + stage * self.a_bytes
+            for i in cutlass.range_constexpr(self.TILE_M // row_step):
+                row = rows[i]
+                valid = row >= 0
+                ptx.cp_async_16(
+                    stage_target + i * row_step * 128,
+                    source + Int64(cutlass.max(row, Int32(0))) * row_bytes,
+                    Int32(valid) * 16,
+                )
+            cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
+            source += Int64(self.TILE_K * 2)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def pass_tile(
+        self, bars: Stages, k_tiles: Int32, stage: Int32, phase: Int32
+    ) -> tuple[Int32, Int32]:
+        """The gather threads' part of a task whose A comes by TMA: arrive, so that counts match."""
+        for _ in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            cute.arch.mbarrier_arrive(bars.full + stage)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def mma_tile(
+        self,
+        tiled_mma: cute.TiledMma,
+        bars: Stages,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        acc: cute.Tensor,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase)."""
+        release = stage
+        self.mma_step(tiled_mma, bars, tCrA, tCrB, acc, stage, phase, True)
+        stage, phase = advance(stage, phase, self.stages)
+        for _ in cutlass.range(1, k_tiles, unroll=1):
+            self.mma_step(tiled_mma, bars, tCrA, tCrB, acc, stage, phase, False)
+            warpgroup.wait_group(1)
+            self.release(bars, release)
+            release = stage
+            stage, phase = advance(stage, phase, self.stages)
+        warpgroup.wait_group(0)
+        self.release(bars, release)
+        return stage, phase
+
+    @cute.jit
+    def mma_step(
+        self, tiled_mma, bars, tCrA, tCrB, acc, stage, phase, first: cutlass.Constexpr[bool]
+    ):
+        """Start the wgmma group of one stage; ``first`` overwrites the accumulator."""
+        cute.arch.mbarrier_wait(bars.full + stage, phase)
+        if cutlass.const_expr(self.gather_threads > 0):
+            # cp.async writes through the generic proxy, wgmma reads through the async one.
+            cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup.fence()
+        for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, not (first and k_block == 0))
+            at = (None, None, k_block, stage)
+            cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, bars: Stages, stage: Int32):
+        """This warp is done reading a stage."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(bars.empty + stage)
