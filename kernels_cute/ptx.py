@@ -173,5 +173,3 @@ def nanosleep(ns: int) -> None:
 def trap() -> None:
     """Abort the grid: the host sees a launch failure."""
     cute.arch.inline_ptx("trap;")
-
-

@@ -51,6 +51,12 @@ class TaskQueue(NamedTuple):
     full: cute.Pointer  # mbarrier [DEPTH]: one arrival, the load warp's
     empty: cute.Pointer  # mbarrier [DEPTH]: one arrival per reading warp
 
+    def init(self, readers: int) -> None:
+        """Arrival counts: the load warp fills, ``readers`` warps free a slot (one thread)."""
+        for i in range(DEPTH):
+            cute.arch.mbarrier_init(self.full + i, 1)
+            cute.arch.mbarrier_init(self.empty + i, readers)
+
     @cute.jit
     def put(self, entry: Entry, index: Int32, phase: Int32):
         """Publish an entry (whole warp; lane 0 writes)."""

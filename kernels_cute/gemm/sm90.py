@@ -83,6 +83,12 @@ class Mainloop(Invariant):
         self.b_layout = staged(self.tile_n, self.stages)
         self.b_half_layout = staged(self.half_n, 2 * self.stages)
 
+    def init_barriers(self, bars: Stages) -> None:
+        """Arrival counts of the stages' mbarriers (one thread)."""
+        for i in range(self.stages):
+            cute.arch.mbarrier_init(bars.full + i, self.full_arrivals)
+            cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals)
+
     # ---- host: descriptors ----
 
     def tma_a(self, tensor: cute.Tensor) -> Tma:
