@@ -143,8 +143,7 @@ def _load_if(address: Int64, valid: Boolean, otherwise: Numeric, width: str, reg
         llvm.inline_asm(
             kind.mlir_type,
             [address.ir_value(), Int32(valid).ir_value(), otherwise.ir_value()],
-            "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, $2, 0;\n\t"
-            f"@p ld.global.{width} $0, [$1];\n\t}}",
+            f"{{\n\t.reg .pred p;\n\tsetp.ne.b32 p, $2, 0;\n\t@p ld.global.{width} $0, [$1];\n\t}}",
             f"={register},l,r,0",
             has_side_effects=True,
         )
