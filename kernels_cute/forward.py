@@ -279,7 +279,6 @@ class ForwardKernel:
     ):
         self.mainloop.setup()
         self.staging.setup()
-        tiled_mma = self.mainloop.tiled_mma
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
@@ -321,7 +320,7 @@ class ForwardKernel:
         )
         if cutlass.const_expr(self.direct):
             self.compute_cta(
-                thread, warp, prog, queue, bars, stores, sA, sB, sD, tiled_mma,
+                thread, warp, prog, queue, bars, stores, sA, sB, sD,
                 sources, targets, schedule, sizes, buffers, watch, swiglu_limit,
             )  # fmt: skip
         else:
@@ -338,13 +337,13 @@ class ForwardKernel:
                 )
             else:
                 self.compute_cta(
-                    thread, warp, prog, queue, bars, stores, sA, sB, sD, tiled_mma,
+                    thread, warp, prog, queue, bars, stores, sA, sB, sD,
                     sources, targets, schedule, sizes, buffers, watch, swiglu_limit,
                 )  # fmt: skip
 
     @cute.jit
     def compute_cta(
-        self, thread, warp, prog, queue, bars, stores, sA, sB, sD, tiled_mma,
+        self, thread, warp, prog, queue, bars, stores, sA, sB, sD,
         sources, targets, schedule, sizes, buffers, watch, swiglu_limit,
     ):  # fmt: skip
         """Warp roles of a compute CTA."""
@@ -359,7 +358,7 @@ class ForwardKernel:
                     self.gather_role(thread, queue, bars, sA, schedule, sizes, buffers)
         else:
             cute.arch.setmaxregister_increase(208)
-            self.mma_role(thread, warp, queue, bars, stores, sA, sB, sD, tiled_mma, swiglu_limit)
+            self.mma_role(thread, warp, queue, bars, stores, sA, sB, sD, swiglu_limit)
 
     @cute.jit
     def load_role(self, prog, queue, bars, sA, sB, sources, schedule, sizes, buffers, watch):
@@ -494,17 +493,12 @@ class ForwardKernel:
                 stage, phase = main.pass_tile(bars, entry.k_tiles, stage, phase)
 
     @cute.jit
-    def mma_role(self, thread, warp, queue, bars, stores, sA, sB, sD, tiled_mma, swiglu_limit):
+    def mma_role(self, thread, warp, queue, bars, stores, sA, sB, sD, swiglu_limit):
         """Multiply, apply the epilogue, hand finished chunks to the store warp."""
         main = self.mainloop
         group = cute.arch.make_warp_uniform(warp // 4) - 1
-        thr_mma = tiled_mma.get_slice(cute.make_layout(main.WARPGROUPS, stride=128)(group))
-        tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
-        tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
-        # ((2, 2, tile_n/8), 1, 1): column pair, row half, group of 8 columns
-        acc = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C((main.TILE_M, main.tile_n)), Float32
-        )
+        tCrA, tCrB = main.fragments("kk", sA, sB, group)
+        acc = main.accumulator()
         # Lane l of a warp gives stmatrix the address of row l%16 and of column group l//16.
         lane = cute.arch.lane_idx()
         row = warp % 4 * 16 + group * 64 + lane % 16
@@ -519,7 +513,7 @@ class ForwardKernel:
             kind = entry.kind
             if kind != END:
                 stage, phase = main.mma_tile(
-                    tiled_mma, bars, tCrA, tCrB, acc, entry.k_tiles, stage, phase
+                    "kk", bars, tCrA, tCrB, acc, entry.k_tiles, stage, phase
                 )
                 if kind == UP or kind == SHARED_UP:
                     chunk, chunk_phase = self.up_epilogue(

@@ -14,3 +14,11 @@ def matrix(address: Int64, rows: Int32, columns: Int32, batch: Int32 | None = No
     return cute.make_tensor(
         pointer, cute.make_layout((rows, columns, count), stride=(stride, 1, plane))
     )
+
+
+def transposed(
+    address: Int64, rows: Int32, columns: Int32, batch: Int32 | None = None
+) -> cute.Tensor:
+    """The tensor of ``matrix`` with its first two modes exchanged: (columns, rows, batch)."""
+    plain = matrix(address, rows, columns, batch)
+    return cute.make_tensor(plain.iterator, cute.select(plain.layout, mode=[1, 0, 2]))

@@ -95,6 +95,15 @@ def stmatrix_x4(address: Int32, r0: Uint32, r1: Uint32, r2: Uint32, r3: Uint32) 
     )
 
 
+def ldmatrix_x4(address: Int32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """Four 8×8 16-bit matrices of a warp from shared memory; addresses as for ``stmatrix_x4``."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32, Uint32, Uint32, Uint32],
+        read_only_args=[address],
+    )
+
+
 def cp_async_16(shared_address: Int32, global_address: Int64, source_bytes: Int32) -> None:
     """16 bytes global → shared, of which ``source_bytes`` (0 or 16) are read and the rest zero-filled."""
     cute.arch.inline_ptx(
@@ -158,6 +167,43 @@ def load_16_if(address: Int64, valid: Boolean) -> tuple[Uint32, Uint32, Uint32, 
         "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];\n\t}",
         write_only_types=[Uint32, Uint32, Uint32, Uint32],
         read_only_args=[address, Int32(valid)],
+    )
+
+
+def load_u32(address: Int64) -> Uint32:
+    """32 bits from global memory."""
+    return cute.arch.inline_ptx(
+        "ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address]
+    )
+
+
+def load_f32(address: Int64) -> Float32:
+    """One FP32 from global memory past L1: another CTA of this kernel may have written it."""
+    return cute.arch.inline_ptx(
+        "ld.global.L1::no_allocate.b32 {$w0}, [{$r0}];",
+        write_only_types=[Float32],
+        read_only_args=[address],
+    )
+
+
+def load_f32x2(address: Int64) -> tuple[Float32, Float32]:
+    """Two FP32 from global memory, 8-byte aligned."""
+    return cute.arch.inline_ptx(
+        "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32, Float32],
+        read_only_args=[address],
+    )
+
+
+def store_u32(address: Int64, value: Uint32) -> None:
+    """32 bits to global memory."""
+    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_f32x2(address: Int64, lo: Float32, hi: Float32) -> None:
+    """Two FP32 to global memory, 8-byte aligned."""
+    cute.arch.inline_ptx(
+        "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, lo, hi]
     )
 
 

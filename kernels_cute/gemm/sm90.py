@@ -65,10 +65,6 @@ class Mainloop(Invariant):
 
     def setup(self) -> None:
         """Build layouts and the tiled MMA (inside a jit function, where the DSL's context exists)."""
-        K, MN = OperandMajorMode.K, OperandMajorMode.MN
-        self.tiled_mma = self._tiled_mma(K, K)
-        self.tiled_mma_km = self._tiled_mma(K, MN)
-        self.tiled_mma_mm = self._tiled_mma(MN, MN)
         k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         mn_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, BFloat16)
 
@@ -84,16 +80,35 @@ class Mainloop(Invariant):
         self.b_layout_mn = staged(mn_atom, self.tile_n, self.stages, by_strip)
         self.b_half_layout_mn = staged(mn_atom, self.half_n, 2 * self.stages, by_strip)
 
-    def _tiled_mma(self, a_major: OperandMajorMode, b_major: OperandMajorMode) -> cute.TiledMma:
+    def tiled_mma(self, majors: str = "kk") -> cute.TiledMma:
+        """The MMA for A and B ``majors``: "k" where the contraction is contiguous, "m" where it is not.
+
+        A new value each time: setting a field changes the object, which must not outlive its branch.
+        """
+        major = {"k": OperandMajorMode.K, "m": OperandMajorMode.MN}
         return sm90_helpers.make_trivial_tiled_mma(
             BFloat16,
             BFloat16,
-            a_major,
-            b_major,
+            major[majors[0]],
+            major[majors[1]],
             Float32,
             (self.WARPGROUPS, 1, 1),
             tiler_mn=(64, self.tile_n),
         )
+
+    def fragments(self, majors: str, sA: cute.Tensor, sB: cute.Tensor, group: Int32):
+        """wgmma descriptors of A and B for warpgroup ``group`` (0 or 1): (MMA, 1, k block, stage)."""
+        mma = self.tiled_mma(majors)
+        thr_mma = mma.get_slice(cute.make_layout(self.WARPGROUPS, stride=128)(group))
+        return (
+            mma.make_fragment_A(thr_mma.partition_A(sA)),
+            mma.make_fragment_B(thr_mma.partition_B(sB)),
+        )
+
+    def accumulator(self) -> cute.Tensor:
+        """FP32 ((2, 2, tile_n/8), 1, 1): column pair, row half (8 rows apart), group of 8 columns."""
+        shape = self.tiled_mma().partition_shape_C((self.TILE_M, self.tile_n))
+        return cute.make_rmem_tensor(shape, Float32)
 
     def init_barriers(self, bars: Stages) -> None:
         """Arrival counts of the stages' mbarriers (one thread)."""
@@ -333,7 +348,7 @@ class Mainloop(Invariant):
     @cute.jit
     def mma_tile(
         self,
-        tiled_mma: cute.TiledMma,
+        majors: cutlass.Constexpr[str],
         bars: Stages,
         tCrA: cute.Tensor,
         tCrB: cute.Tensor,
@@ -344,10 +359,10 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:
         """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase)."""
         release = stage
-        self.mma_step(tiled_mma, bars, tCrA, tCrB, acc, stage, phase, True)
+        self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, True)
         stage, phase = advance(stage, phase, self.stages)
         for _ in cutlass.range(1, k_tiles, unroll=1):
-            self.mma_step(tiled_mma, bars, tCrA, tCrB, acc, stage, phase, False)
+            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
             warpgroup.wait_group(1)
             self.release(bars, release)
             release = stage
@@ -359,7 +374,7 @@ class Mainloop(Invariant):
     @cute.jit
     def mma_add_tile(
         self,
-        tiled_mma: cute.TiledMma,
+        majors: cutlass.Constexpr[str],
         bars: Stages,
         tCrA: cute.Tensor,
         tCrB: cute.Tensor,
@@ -369,22 +384,31 @@ class Mainloop(Invariant):
         phase: Int32,
     ) -> tuple[Int32, Int32]:
         """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps; otherwise as ``mma_tile``."""
-        release = stage
-        for step in cutlass.range(k_tiles, unroll=1):
-            self.mma_step(tiled_mma, bars, tCrA, tCrB, acc, stage, phase, False)
-            if step > 0:
+        if k_tiles > 0:
+            release = stage
+            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
+            stage, phase = advance(stage, phase, self.stages)
+            for _ in cutlass.range(1, k_tiles, unroll=1):
+                self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
                 warpgroup.wait_group(1)
                 self.release(bars, release)
                 release = stage
-            stage, phase = advance(stage, phase, self.stages)
-        warpgroup.wait_group(0)
-        if k_tiles > 0:
+                stage, phase = advance(stage, phase, self.stages)
+            warpgroup.wait_group(0)
             self.release(bars, release)
         return stage, phase
 
     @cute.jit
     def mma_step(
-        self, tiled_mma, bars, tCrA, tCrB, acc, stage, phase, first: cutlass.Constexpr[bool]
+        self,
+        majors: cutlass.Constexpr[str],
+        bars,
+        tCrA,
+        tCrB,
+        acc,
+        stage,
+        phase,
+        first: cutlass.Constexpr[bool],
     ):
         """Start the wgmma group of one stage; ``first`` overwrites the accumulator."""
         cute.arch.mbarrier_wait(bars.full + stage, phase)
@@ -392,6 +416,7 @@ class Mainloop(Invariant):
             # cp.async writes through the generic proxy, wgmma reads through the async one.
             cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
+        tiled_mma = self.tiled_mma(majors)
         for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             tiled_mma.set(warpgroup.Field.ACCUMULATE, not (first and k_block == 0))
             at = (None, None, k_block, stage)

@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mok.kernels_cute import program_backward as pb
+from mok.kernels_cute.backward import program as pb
 from mok.kernels_cute.program import Tile
-from mok.kernels_cute.program_backward import Backward, make_plan
+from mok.kernels_cute.backward.program import Backward, make_plan
 
 
 @st.composite

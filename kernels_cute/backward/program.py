@@ -21,8 +21,8 @@ is done. Which groups follow which minibatch depends on the routing, so a small 
 
 from typing import Any, NamedTuple
 
-from .invariant import Invariant
-from .program import PY, Int, Tile
+from ..invariant import Invariant
+from ..program import PY, Int, Tile
 
 END, REPLAY, DDOWN, DX, WDOWN, WGATE, WUP = 0, 1, 2, 3, 4, 5, 6
 SHARED = 8  # added to a kind: the same task of the shared expert
