@@ -117,15 +117,15 @@ class TokenSumKernel:
                     for u in range(ROUTES_IN_FLIGHT)
                 ]
                 data = [
-                    ptx.load_16b_if(y_addr + Int64(row) * row_bytes + column, row >= 0)
+                    ptx.load_16_if(y_addr + Int64(row) * row_bytes + column, row >= 0)
                     for row in rows
                 ]
                 for u in cutlass.range_constexpr(ROUTES_IN_FLIGHT):
                     if rows[u] >= 0:
                         self.add(acc, scales[u], data[u])
-            ptx.store_16b(
+            ptx.store_16(
                 out_addr + Int64(token) * row_bytes + column,
-                *[ptx.pack_bf16x2_rn(acc[2 * i], acc[2 * i + 1]) for i in range(VECTOR // 2)],
+                *[ptx.pack_bf16(acc[2 * i], acc[2 * i + 1]) for i in range(VECTOR // 2)],
             )
             vector += step
 
@@ -133,10 +133,10 @@ class TokenSumKernel:
     def start(self, acc: cute.Tensor, shared_addr: Int64):
         """The sum before any route: the shared expert's values, or zeros."""
         if cutlass.const_expr(self.has_shared):
-            pairs = ptx.load_16b_if(shared_addr, cutlass.Boolean(True))
+            pairs = ptx.load_16_if(shared_addr, cutlass.Boolean(True))
             for i in cutlass.range_constexpr(VECTOR // 2):
-                acc[2 * i] = ptx.bf16x2_low(pairs[i])
-                acc[2 * i + 1] = ptx.bf16x2_high(pairs[i])
+                acc[2 * i] = ptx.bf16_low(pairs[i])
+                acc[2 * i + 1] = ptx.bf16_high(pairs[i])
         else:
             for i in cutlass.range_constexpr(VECTOR):
                 acc[i] = Float32(0.0)
@@ -156,5 +156,5 @@ class TokenSumKernel:
     def add(self, acc: cute.Tensor, scale: Float32, pairs):
         """acc += scale · y, one ``fma.rn`` per element."""
         for i in cutlass.range_constexpr(VECTOR // 2):
-            acc[2 * i] = ptx.fma_rn(scale, ptx.bf16x2_low(pairs[i]), acc[2 * i])
-            acc[2 * i + 1] = ptx.fma_rn(scale, ptx.bf16x2_high(pairs[i]), acc[2 * i + 1])
+            acc[2 * i] = ptx.fma_rn(scale, ptx.bf16_low(pairs[i]), acc[2 * i])
+            acc[2 * i + 1] = ptx.fma_rn(scale, ptx.bf16_high(pairs[i]), acc[2 * i + 1])
