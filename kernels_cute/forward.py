@@ -54,6 +54,8 @@ class Targets(NamedTuple):
     shared_y: Tma
     gate: Tma  # saved pre-activations: only with save_context
     up: Tma
+    shared_gate: Tma
+    shared_up: Tma
 
 
 class Schedule(NamedTuple):
@@ -145,6 +147,8 @@ class ForwardKernel:
         shared_y: Int64,  # bf16 [T, H]
         saved_gate: Int64,  # bf16 [macrobatch, I] (save_context)
         saved_up: Int64,  # bf16 [macrobatch, I] (save_context)
+        saved_shared_gate: Int64,  # bf16 [T, Is] (save_context)
+        saved_shared_up: Int64,  # bf16 [T, Is] (save_context)
         x_heap: Int64,  # symmetric bf16 [max tokens, H], rank 0's address
         slots_heap: Int64,  # symmetric bf16 [max tokens * K, H], rank 0's address
         rank_stride: Int64,  # bytes
@@ -192,6 +196,8 @@ class ForwardKernel:
             shared_y=self.staging.tma_store(matrix(shared_y, some_tokens, hidden_size)),
             gate=self.staging.tma_store(matrix(saved_gate, macrobatch, intermediate)),
             up=self.staging.tma_store(matrix(saved_up, macrobatch, intermediate)),
+            shared_gate=self.staging.tma_store(matrix(saved_shared_gate, some_tokens, shared_i)),
+            shared_up=self.staging.tma_store(matrix(saved_shared_up, some_tokens, shared_i)),
         )
         schedule = Schedule(
             int_ptr(num_rows),
@@ -554,67 +560,42 @@ class ForwardKernel:
         base = int_ptr(buffers.counters)
         counters = program.counter_layout(sizes.max_minibatches, sizes.max_blocks, 0)
         staging, zero = self.staging, Int32(0)
-        hidden = staging.partition(targets.hidden, sD)
-        y = self.staging.partition(targets.y, sD)
-        shared_hidden = self.staging.partition(targets.shared_hidden, sD)
-        shared_y = self.staging.partition(targets.shared_y, sD)
-        gate = self.staging.partition(targets.gate, sD)
-        up = self.staging.partition(targets.up, sD)
+        hidden = (staging.partition(targets.hidden, sD),)
+        y = (staging.partition(targets.y, sD),)
+        shared_hidden = (staging.partition(targets.shared_hidden, sD),)
+        shared_y = (staging.partition(targets.shared_y, sD),)
+        if cutlass.const_expr(self.save_context):
+            hidden += (staging.partition(targets.gate, sD), staging.partition(targets.up, sD))
+            shared_hidden += (
+                staging.partition(targets.shared_gate, sD),
+                staging.partition(targets.shared_up, sD),
+            )
         slot, slot_phase = Int32(0), Int32(0)
-        chunk, chunk_phase = Int32(0), Int32(0)
+        chunk, phase = Int32(0), Int32(0)
         kind = Int32(SHARED_UP)
         while kind != END:
             entry = queue.get(slot, slot_phase)
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
             if kind == UP:
-                if cutlass.const_expr(self.save_context):
-                    for c in cutlass.range_constexpr(self.up_chunks):
-                        column = entry.n * self.up_chunks + c
-                        for target in (hidden, gate, up):
-                            chunk, chunk_phase = staging.store(
-                                stores, target, entry.ring_block, column, zero, chunk, chunk_phase
-                            )
-                else:
-                    chunk, chunk_phase = staging.store_tile(
-                        stores,
-                        hidden,
-                        entry.ring_block,
-                        entry.n,
-                        self.up_chunks,
-                        zero,
-                        chunk,
-                        chunk_phase,
-                    )
+                chunk, phase = staging.store_tile(
+                    stores, hidden, entry.ring_block, entry.n, self.up_chunks, zero, chunk, phase
+                )
                 staging.signal(base + counters.hidden_ready + entry.block)
             elif kind == DOWN:
                 y_block = entry.block if cutlass.const_expr(self.direct) else entry.ring_block
-                chunk, chunk_phase = staging.store_tile(
-                    stores, y, y_block, entry.n, self.down_chunks, zero, chunk, chunk_phase
+                chunk, phase = staging.store_tile(
+                    stores, y, y_block, entry.n, self.down_chunks, zero, chunk, phase
                 )
                 staging.signal(base + counters.y_ready + entry.minibatch)
             elif kind == SHARED_UP:
-                chunk, chunk_phase = staging.store_tile(
-                    stores,
-                    shared_hidden,
-                    entry.block,
-                    entry.n,
-                    self.up_chunks,
-                    zero,
-                    chunk,
-                    chunk_phase,
+                chunk, phase = staging.store_tile(
+                    stores, shared_hidden, entry.block, entry.n, self.up_chunks, zero, chunk, phase
                 )
                 staging.signal(base + counters.shared_hidden_ready + entry.block)
             elif kind == SHARED_DOWN:
-                chunk, chunk_phase = staging.store_tile(
-                    stores,
-                    shared_y,
-                    entry.block,
-                    entry.n,
-                    self.down_chunks,
-                    zero,
-                    chunk,
-                    chunk_phase,
+                chunk, phase = staging.store_tile(
+                    stores, shared_y, entry.block, entry.n, self.down_chunks, zero, chunk, phase
                 )
                 staging.drain()
 

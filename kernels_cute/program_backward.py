@@ -300,7 +300,11 @@ def make_plan(p: Backward, expert_blocks: list[int]) -> Plan:
 
     n = p.minibatches
     overlapping = [
-        [g for g in groups[:placed] if g[1] < s * p.mb_blocks + p.blocks_in(s) and g[2] > s * p.mb_blocks]
+        [
+            g
+            for g in groups[:placed]
+            if g[1] < s * p.mb_blocks + p.blocks_in(s) and g[2] > s * p.mb_blocks
+        ]
         for s in range(n)
     ]
     freed_by = [(max(g[2] for g in over) - 1) // p.mb_blocks for over in overlapping]

@@ -105,12 +105,15 @@ class Staging(Invariant):
 
     @cute.jit
     def store_tile(
-        self, bars: Stages, target: Operand, row_tile: Int32, n: Int32,
-        count: cutlass.Constexpr[int], batch: Int32, chunk: Int32, phase: Int32,
+        self, bars: Stages, targets, row_tile: Int32, n: Int32, count: cutlass.Constexpr[int],
+        batch: Int32, chunk: Int32, phase: Int32,
     ):  # fmt: skip
-        """Store the ``count`` chunks of column tile ``n``."""
-        for c in cutlass.range(count, unroll=1):
-            chunk, phase = self.store(bars, target, row_tile, n * count + c, batch, chunk, phase)
+        """Store column tile ``n`` of each target in turn, 64 columns at a time, as the MMA warps put them."""
+        for c in cutlass.range_constexpr(count):
+            for target in targets:
+                chunk, phase = self.store(
+                    bars, target, row_tile, n * count + c, batch, chunk, phase
+                )
         return chunk, phase
 
     @cute.jit
