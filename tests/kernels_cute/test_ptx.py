@@ -2,9 +2,12 @@
 
 import inspect
 
+import pytest
+
+pytest.importorskip("cutlass")
+
 import cuda.bindings.driver as cuda
 import cutlass
-import pytest
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from mok.kernels_cute import ptx

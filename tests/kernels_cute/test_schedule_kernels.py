@@ -8,6 +8,8 @@ from mok.reference import schedule_reference
 from mok.runtime.resources import split_entries
 from tests.helpers import assert_same_schedule, kernel, opcodes, run_schedule
 
+pytest.importorskip("cutlass")
+
 # ------------------------------------------------------------------ compiled code
 
 
