@@ -75,11 +75,20 @@ def pack_bf16(lo: Float32, hi: Float32) -> Uint32:
     )
 
 
-def unpack_bf16(pair: Uint32) -> tuple[Float32, Float32]:
-    """The low and the high half of a BF16x2 as FP32, exact."""
+def bf16_low(pair: Uint32) -> Float32:
+    """The low half of a BF16x2 as FP32, exact."""
     return cute.arch.inline_ptx(
-        "shl.b32 {$w0}, {$r0}, 16;\n\tand.b32 {$w1}, {$r0}, 0xffff0000;",
-        write_only_types=[Float32, Float32],
+        "{\n\t.reg .b32 t;\n\tshl.b32 t, {$r0}, 16;\n\tmov.b32 {$w0}, t;\n\t}",
+        write_only_types=[Float32],
+        read_only_args=[pair],
+    )
+
+
+def bf16_high(pair: Uint32) -> Float32:
+    """The high half of a BF16x2 as FP32, exact."""
+    return cute.arch.inline_ptx(
+        "{\n\t.reg .b32 t;\n\tand.b32 t, {$r0}, 0xffff0000;\n\tmov.b32 {$w0}, t;\n\t}",
+        write_only_types=[Float32],
         read_only_args=[pair],
     )
 

@@ -99,7 +99,10 @@ class TokenSumKernel:
             token = vector // vectors_per_row
             column = Int64(vector - token * vectors_per_row) * 16
             acc = cute.make_rmem_tensor(VECTOR, Float32)
-            self.start(acc, shared_addr + Int64(token) * row_bytes + column)
+            for i in cutlass.range_constexpr(VECTOR):
+                acc[i] = Float32(0.0)
+            if cutlass.const_expr(self.has_shared):
+                shared = ptx.load_16(shared_addr + Int64(token) * row_bytes + column)
             first_route = Int32(token) * topk
             for first_k in cutlass.range(0, topk, ROUTES_IN_FLIGHT, unroll=1):
                 # All indices and weights, then all data, then all arithmetic: the loads of one
@@ -117,29 +120,28 @@ class TokenSumKernel:
                     for u in range(ROUTES_IN_FLIGHT)
                 ]
                 data = [
-                    ptx.load_16b_if(y_addr + Int64(row) * row_bytes + column, row >= 0)
+                    ptx.load_16_if(y_addr + Int64(row) * row_bytes + column, row >= 0)
                     for row in rows
                 ]
+                if cutlass.const_expr(self.has_shared):
+                    # Here and not before the loop, so that nothing waits for it alone.
+                    if first_k == 0:
+                        self.unpack(acc, shared)
                 for u in cutlass.range_constexpr(ROUTES_IN_FLIGHT):
                     if rows[u] >= 0:
                         self.add(acc, scales[u], data[u])
-            ptx.store_16b(
+            ptx.store_16(
                 out_addr + Int64(token) * row_bytes + column,
-                *[ptx.pack_bf16x2_rn(acc[2 * i], acc[2 * i + 1]) for i in range(VECTOR // 2)],
+                *[ptx.pack_bf16(acc[2 * i], acc[2 * i + 1]) for i in range(VECTOR // 2)],
             )
             vector += step
 
     @cute.jit
-    def start(self, acc: cute.Tensor, shared_addr: Int64):
-        """The sum before any route: the shared expert's values, or zeros."""
-        if cutlass.const_expr(self.has_shared):
-            pairs = ptx.load_16b_if(shared_addr, cutlass.Boolean(True))
-            for i in cutlass.range_constexpr(VECTOR // 2):
-                acc[2 * i] = ptx.bf16x2_low(pairs[i])
-                acc[2 * i + 1] = ptx.bf16x2_high(pairs[i])
-        else:
-            for i in cutlass.range_constexpr(VECTOR):
-                acc[i] = Float32(0.0)
+    def unpack(self, acc: cute.Tensor, pairs):
+        """acc = the shared expert's values."""
+        for i in cutlass.range_constexpr(VECTOR // 2):
+            acc[2 * i] = ptx.bf16_low(pairs[i])
+            acc[2 * i + 1] = ptx.bf16_high(pairs[i])
 
     @cute.jit
     def row(self, slot, route: Int32, num_experts: Int32):
@@ -156,5 +158,5 @@ class TokenSumKernel:
     def add(self, acc: cute.Tensor, scale: Float32, pairs):
         """acc += scale · y, one ``fma.rn`` per element."""
         for i in cutlass.range_constexpr(VECTOR // 2):
-            acc[2 * i] = ptx.fma_rn(scale, ptx.bf16x2_low(pairs[i]), acc[2 * i])
-            acc[2 * i + 1] = ptx.fma_rn(scale, ptx.bf16x2_high(pairs[i]), acc[2 * i + 1])
+            acc[2 * i] = ptx.fma_rn(scale, ptx.bf16_low(pairs[i]), acc[2 * i])
+            acc[2 * i + 1] = ptx.fma_rn(scale, ptx.bf16_high(pairs[i]), acc[2 * i + 1])

@@ -37,6 +37,13 @@ def warp_inclusive_sum(value: Int32, lane: Int32) -> Int32:
 
 
 @cute.jit
+def count_one(counter: cute.Pointer):
+    """Add 1 to an int32 counter in shared memory."""
+    # Unsigned, for which there is an instruction that merges the lanes of a warp.
+    cute.arch.red(counter, Uint32(1), op="add", dtype=Uint32, sem="relaxed", scope="cta")
+
+
+@cute.jit
 def steps_of(num_tokens: Int32, chunk: Int32, num_chunks: Int32):
     """(S, first step, end step) of a chunk; the chunks partition steps 0 … S − 1 in order."""
     steps = (num_tokens + (STREAMS - 1)) >> 6

@@ -6,6 +6,7 @@ from cutlass import Int16, Int32, Int64, Uint32, cute
 
 from mok.kernels_cute import ptx
 from mok.kernels_cute.schedule.common import (
+    count_one,
     find_segment,
     record_error,
     steps_of,
@@ -124,18 +125,9 @@ class CountKernel:
                 low = (experts << 16) >> 16
                 high = experts >> 16
                 if low >= 0:
-                    cute.arch.red(
-                        histogram + low, Int32(1), op="add", dtype=Int32, sem="relaxed", scope="cta"
-                    )
+                    count_one(histogram + low)
                 if high >= 0:
-                    cute.arch.red(
-                        histogram + high,
-                        Int32(1),
-                        op="add",
-                        dtype=Int32,
-                        sem="relaxed",
-                        scope="cta",
-                    )
+                    count_one(histogram + high)
             cute.arch.sync_threads()
             step += tile_steps
 

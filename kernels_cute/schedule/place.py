@@ -6,6 +6,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from mok.kernels_cute import ptx
 from mok.kernels_cute.schedule.common import (
+    count_one,
     find_segment,
     record_error,
     steps_of,
@@ -130,14 +131,7 @@ class PlaceKernel:
             experts = self.fetch(local_addr, base + lane, end)
             for u in cutlass.range_constexpr(ROUTES_IN_FLIGHT):
                 if experts[u] >= 0:
-                    cute.arch.red(
-                        mine + experts[u],
-                        Int32(1),
-                        op="add",
-                        dtype=Int32,
-                        sem="relaxed",
-                        scope="cta",
-                    )
+                    count_one(mine + experts[u])
         cute.arch.sync_threads()
         self.start_rows(next_rows, offsets, words(counts_addr) + chunk * num_local, num_local, tid)
         cute.arch.sync_threads()
@@ -241,10 +235,10 @@ class PlaceKernel:
         expert = tid
         while expert < num_local:
             row = offsets[expert] + earlier[expert]
+            counts = [next_rows[warp * num_local + expert] for warp in range(WARPS)]
             for warp in cutlass.range_constexpr(WARPS):
-                count = next_rows[warp * num_local + expert]
                 next_rows[warp * num_local + expert] = row
-                row += count
+                row += counts[warp]
             expert += THREADS
 
     @cute.jit

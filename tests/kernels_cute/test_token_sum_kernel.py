@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.importorskip("cutlass")
+
 from mok.kernels_cute.token_sum import ROUTES_IN_FLIGHT, THREADS, token_sum_ctas
 from mok.reference import token_sum
 from tests.helpers import kernel, opcodes, run_token_sum
