@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mok.backends import Backend
-from mok.commands.demo import LIMIT
 from mok.commands.shapes import fit_to_gpu, shrink
 from mok.config import Config, Shape
 from mok.models import MODELS
-from mok.reference import ROUTINGS, Case, integer_case, random_case
+from mok.reference import BF16_LIMIT, ROUTINGS, Case, integer_case, random_case
 
 GPU_MODEL_TOKENS = 4096
 SMALL_RING = Config(2, 2, minibatch_size=256, macrobatch_size=512)
@@ -56,7 +55,7 @@ def _model_cases(backend: Backend, name: str) -> Iterator[CheckCase]:
         shape = shrink(dataclasses.replace(real, num_tokens=32), factor)
         ep_size = 4
     for make, metric, limit in (
-        (random_case, "relative_l2", LIMIT),
+        (random_case, "relative_l2", BF16_LIMIT),
         (integer_case, "mismatches", 0.0),
     ):
         yield CheckCase(
