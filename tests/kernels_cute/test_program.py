@@ -75,9 +75,7 @@ def test_decoders_follow_the_total_order(p):
     assert p.task(p.tasks).kind == END and p.task(p.tasks + 5).kind == END
     got = Counter((NAMES[t.kind], t.block, t.n) for t in tasks)
     assert got == Counter(x for x in seq if x[0] not in ("dispatch", "combine"))
-    where = [
-        phase[NAMES[t.kind], t.minibatch if t.kind in (UP, DOWN) else 0] for t in tasks
-    ]
+    where = [phase[NAMES[t.kind], t.minibatch if t.kind in (UP, DOWN) else 0] for t in tasks]
     assert where == sorted(where)
     for t in tasks:
         if t.kind in (UP, DOWN):
@@ -119,7 +117,13 @@ def test_runs_to_the_end_with_few_workers(p, compute, comm, rng):
             return done["shared", block] >= p.shared_n_up
         return True
 
-    signal = {"up": "hidden", "down": "y", "combine": "free", "dispatch": "x", "shared_up": "shared"}
+    signal = {
+        "up": "hidden",
+        "down": "y",
+        "combine": "free",
+        "dispatch": "x",
+        "shared_up": "shared",
+    }
     tickets = {"compute": 0, "comm": 0}
     held = {("compute", i): None for i in range(compute)} | {("comm", i): None for i in range(comm)}
 
