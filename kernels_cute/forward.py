@@ -15,14 +15,15 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from . import comm, program, ptx, sync
+from . import comm, program, sync
+from .epilogue.staging import Staging
 from .epilogue.swiglu import swiglu
-from .gemm.sm90 import Mainloop, Operand, Stages, Tma
+from .gemm.sm90 import Mainloop, Stages, Tma
+from .matrix import matrix
 from .program import DOWN, END, SHARED_DOWN, SHARED_UP, UP, Tile
 from .queue import DEPTH, DSL, WORDS, Entry, TaskQueue, broadcast, draw, next_slot
-from .sync import advance, int_ptr
+from .sync import int_ptr
 
 LOAD_WARP, STORE_WARP, GATHER_WARP = 0, 1, 2
 THREADS = 384
@@ -53,6 +54,8 @@ class Targets(NamedTuple):
     shared_y: Tma
     gate: Tma  # saved pre-activations: only with save_context
     up: Tma
+    shared_gate: Tma
+    shared_up: Tma
 
 
 class Schedule(NamedTuple):
@@ -116,10 +119,10 @@ class ForwardKernel:
         self.gather_threads = 64 if direct else 0
         self.mainloop = Mainloop(tile_n, stages, self.gather_threads)
         self.tile = Tile(m=128, up_n=tile_n // 2, down_n=tile_n, group_m=group_m)
-        self.chunk_n = 64
-        self.store_stages = 2
-        self.up_chunks = self.tile.up_n // self.chunk_n
-        self.down_chunks = self.tile.down_n // self.chunk_n
+        self.consumer_warps = self.mainloop.WARPGROUPS * 4
+        self.staging = Staging(self.tile.m, self.consumer_warps)
+        self.up_chunks = self.tile.up_n // Staging.CHUNK_N
+        self.down_chunks = self.tile.down_n // Staging.CHUNK_N
 
     # ---------------------------------------------------------------- host
 
@@ -144,6 +147,8 @@ class ForwardKernel:
         shared_y: Int64,  # bf16 [T, H]
         saved_gate: Int64,  # bf16 [macrobatch, I] (save_context)
         saved_up: Int64,  # bf16 [macrobatch, I] (save_context)
+        saved_shared_gate: Int64,  # bf16 [T, Is] (save_context)
+        saved_shared_up: Int64,  # bf16 [T, Is] (save_context)
         x_heap: Int64,  # symmetric bf16 [max tokens, H], rank 0's address
         slots_heap: Int64,  # symmetric bf16 [max tokens * K, H], rank 0's address
         rank_stride: Int64,  # bytes
@@ -168,7 +173,8 @@ class ForwardKernel:
         stream: cuda.CUstream,
     ):
         """Build the TMA descriptors and launch. All tensors are row-major and 16-byte aligned."""
-        self.setup()
+        self.mainloop.setup()
+        self.staging.setup()
         some_tokens = cutlass.max(tokens, Int32(1))
         shared_i = cutlass.max(shared_intermediate, Int32(64))
         sources = Sources(
@@ -176,24 +182,22 @@ class ForwardKernel:
             x_ring=self.mainloop.tma_a(matrix(x_ring, macrobatch, hidden_size)),
             hidden=self.mainloop.tma_a(matrix(hidden, macrobatch, intermediate)),
             shared_hidden=self.mainloop.tma_a(matrix(shared_hidden, some_tokens, shared_i)),
-            gate=self.mainloop.tma_b_half(
-                matrix(routed_gate, intermediate, hidden_size, experts)
-            ),
+            gate=self.mainloop.tma_b_half(matrix(routed_gate, intermediate, hidden_size, experts)),
             up=self.mainloop.tma_b_half(matrix(routed_up, intermediate, hidden_size, experts)),
-            down=self.mainloop.tma_b_half(
-                matrix(routed_down, hidden_size, intermediate, experts)
-            ),
+            down=self.mainloop.tma_b_half(matrix(routed_down, hidden_size, intermediate, experts)),
             shared_gate=self.mainloop.tma_b_half(matrix(shared_gate, shared_i, hidden_size)),
             shared_up=self.mainloop.tma_b_half(matrix(shared_up, shared_i, hidden_size)),
             shared_down=self.mainloop.tma_b_half(matrix(shared_down, hidden_size, shared_i)),
         )
         targets = Targets(
-            hidden=self.tma_store(matrix(hidden, macrobatch, intermediate)),
-            y=self.tma_store(matrix(y, y_rows, hidden_size)),
-            shared_hidden=self.tma_store(matrix(shared_hidden, some_tokens, shared_i)),
-            shared_y=self.tma_store(matrix(shared_y, some_tokens, hidden_size)),
-            gate=self.tma_store(matrix(saved_gate, macrobatch, intermediate)),
-            up=self.tma_store(matrix(saved_up, macrobatch, intermediate)),
+            hidden=self.staging.tma_store(matrix(hidden, macrobatch, intermediate)),
+            y=self.staging.tma_store(matrix(y, y_rows, hidden_size)),
+            shared_hidden=self.staging.tma_store(matrix(shared_hidden, some_tokens, shared_i)),
+            shared_y=self.staging.tma_store(matrix(shared_y, some_tokens, hidden_size)),
+            gate=self.staging.tma_store(matrix(saved_gate, macrobatch, intermediate)),
+            up=self.staging.tma_store(matrix(saved_up, macrobatch, intermediate)),
+            shared_gate=self.staging.tma_store(matrix(saved_shared_gate, some_tokens, shared_i)),
+            shared_up=self.staging.tma_store(matrix(saved_shared_up, some_tokens, shared_i)),
         )
         schedule = Schedule(
             int_ptr(num_rows),
@@ -228,8 +232,8 @@ class ForwardKernel:
             empty: cute.struct.MemRange[Int64, stages]
             queue_full: cute.struct.MemRange[Int64, DEPTH]
             queue_empty: cute.struct.MemRange[Int64, DEPTH]
-            store_full: cute.struct.MemRange[Int64, self.store_stages]
-            store_empty: cute.struct.MemRange[Int64, self.store_stages]
+            store_full: cute.struct.MemRange[Int64, self.staging.stages]
+            store_empty: cute.struct.MemRange[Int64, self.staging.stages]
             queue_words: cute.struct.MemRange[Int32, DEPTH * WORDS]
             comm_item: cute.struct.MemRange[Int32, 2]
             # bf16 (128, 64, stages), (tile_n, 64, stages), (128, 64, store stages)
@@ -239,7 +243,9 @@ class ForwardKernel:
             sB: cute.struct.Align[
                 cute.struct.MemRange[BFloat16, cute.cosize(self.mainloop.b_layout)], 1024
             ]
-            sD: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(self.d_layout)], 1024]
+            sD: cute.struct.Align[
+                cute.struct.MemRange[BFloat16, cute.cosize(self.staging.layout)], 1024
+            ]
 
         self.shared_storage = SharedStorage
         self.kernel(
@@ -258,23 +264,6 @@ class ForwardKernel:
             stream=stream,
         )
 
-    def setup(self) -> None:
-        """Build the static layouts; host and device code each need their own."""
-        self.mainloop.setup()
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        self.d_layout = cute.tile_to_shape(
-            atom, (self.tile.m, self.chunk_n, self.store_stages), order=(0, 1, 2)
-        )
-
-    def tma_store(self, tensor: cute.Tensor) -> Tma:
-        """Stores of (128, 64) chunks to (rows, columns, 1)."""
-        layout = cute.slice_(self.d_layout, (None, None, 0))
-        return Tma(
-            *cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (self.tile.m, self.chunk_n)
-            )
-        )
-
     # -------------------------------------------------------------- device
 
     @cute.kernel
@@ -288,8 +277,8 @@ class ForwardKernel:
         watch: sync.Watch,
         swiglu_limit: Float32,
     ):
-        self.setup()
-        tiled_mma = self.mainloop.tiled_mma
+        self.mainloop.setup()
+        self.staging.setup()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
@@ -307,11 +296,13 @@ class ForwardKernel:
         sB = storage.sB.get_tensor(
             self.mainloop.b_layout.outer, swizzle=self.mainloop.b_layout.inner
         )
-        sD = storage.sD.get_tensor(self.d_layout.outer, swizzle=self.d_layout.inner)
+        sD = storage.sD.get_tensor(self.staging.layout.outer, swizzle=self.staging.layout.inner)
 
         if warp == 0:
             if cute.arch.lane_idx() == 0:
-                self.init_barriers(bars, queue, stores)
+                self.mainloop.init_barriers(bars)
+                queue.init(1 + self.gather_threads // 32 + self.consumer_warps)
+                self.staging.init_barriers(stores)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -329,37 +320,30 @@ class ForwardKernel:
         )
         if cutlass.const_expr(self.direct):
             self.compute_cta(
-                thread, warp, prog, queue, bars, stores, sA, sB, sD, tiled_mma,
+                thread, warp, prog, queue, bars, stores, sA, sB, sD,
                 sources, targets, schedule, sizes, buffers, watch, swiglu_limit,
             )  # fmt: skip
         else:
             if cta < sizes.num_comm_ctas:
                 self.comm_cta(
-                    thread, warp, prog, storage.comm_item.data_ptr(), schedule, sizes, buffers, watch
+                    thread,
+                    warp,
+                    prog,
+                    storage.comm_item.data_ptr(),
+                    schedule,
+                    sizes,
+                    buffers,
+                    watch,
                 )
             else:
                 self.compute_cta(
-                    thread, warp, prog, queue, bars, stores, sA, sB, sD, tiled_mma,
+                    thread, warp, prog, queue, bars, stores, sA, sB, sD,
                     sources, targets, schedule, sizes, buffers, watch, swiglu_limit,
                 )  # fmt: skip
 
-    def init_barriers(self, bars: Stages, queue: TaskQueue, stores: Stages) -> None:
-        """Arrival counts of every mbarrier of the CTA."""
-        consumer_warps = self.mainloop.WARPGROUPS * 4
-        readers = consumer_warps + 1 + self.gather_threads // 32
-        for i in range(self.mainloop.stages):
-            cute.arch.mbarrier_init(bars.full + i, self.mainloop.full_arrivals)
-            cute.arch.mbarrier_init(bars.empty + i, self.mainloop.empty_arrivals)
-        for i in range(DEPTH):
-            cute.arch.mbarrier_init(queue.full + i, 1)
-            cute.arch.mbarrier_init(queue.empty + i, readers)
-        for i in range(self.store_stages):
-            cute.arch.mbarrier_init(stores.full + i, consumer_warps)
-            cute.arch.mbarrier_init(stores.empty + i, 1)
-
     @cute.jit
     def compute_cta(
-        self, thread, warp, prog, queue, bars, stores, sA, sB, sD, tiled_mma,
+        self, thread, warp, prog, queue, bars, stores, sA, sB, sD,
         sources, targets, schedule, sizes, buffers, watch, swiglu_limit,
     ):  # fmt: skip
         """Warp roles of a compute CTA."""
@@ -374,7 +358,7 @@ class ForwardKernel:
                     self.gather_role(thread, queue, bars, sA, schedule, sizes, buffers)
         else:
             cute.arch.setmaxregister_increase(208)
-            self.mma_role(thread, warp, queue, bars, stores, sA, sB, sD, tiled_mma, swiglu_limit)
+            self.mma_role(thread, warp, queue, bars, stores, sA, sB, sD, swiglu_limit)
 
     @cute.jit
     def load_role(self, prog, queue, bars, sA, sB, sources, schedule, sizes, buffers, watch):
@@ -509,19 +493,12 @@ class ForwardKernel:
                 stage, phase = main.pass_tile(bars, entry.k_tiles, stage, phase)
 
     @cute.jit
-    def mma_role(self, thread, warp, queue, bars, stores, sA, sB, sD, tiled_mma, swiglu_limit):
+    def mma_role(self, thread, warp, queue, bars, stores, sA, sB, sD, swiglu_limit):
         """Multiply, apply the epilogue, hand finished chunks to the store warp."""
         main = self.mainloop
         group = cute.arch.make_warp_uniform(warp // 4) - 1
-        thr_mma = tiled_mma.get_slice(
-            cute.make_layout(main.WARPGROUPS, stride=128)(group)
-        )
-        tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
-        tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
-        # ((2, 2, tile_n/8), 1, 1): column pair, row half, group of 8 columns
-        acc = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C((main.TILE_M, main.tile_n)), Float32
-        )
+        tCrA, tCrB = main.fragments("kk", sA, sB, group)
+        acc = main.accumulator()
         # Lane l of a warp gives stmatrix the address of row l%16 and of column group l//16.
         lane = cute.arch.lane_idx()
         row = warp % 4 * 16 + group * 64 + lane % 16
@@ -536,7 +513,7 @@ class ForwardKernel:
             kind = entry.kind
             if kind != END:
                 stage, phase = main.mma_tile(
-                    tiled_mma, bars, tCrA, tCrB, acc, entry.k_tiles, stage, phase
+                    "kk", bars, tCrA, tCrB, acc, entry.k_tiles, stage, phase
                 )
                 if kind == UP or kind == SHARED_UP:
                     chunk, chunk_phase = self.up_epilogue(
@@ -552,17 +529,15 @@ class ForwardKernel:
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
         half = 4 * (self.tile.up_n // 8)
         for c in cutlass.range_constexpr(self.up_chunks):
-            values = [
-                swiglu(acc[c * 32 + i], acc[half + c * 32 + i], limit) for i in range(32)
-            ]
-            chunk, chunk_phase = self.put_chunk(values, stores, sD_row, row, chunk, chunk_phase)
+            values = [swiglu(acc[c * 32 + i], acc[half + c * 32 + i], limit) for i in range(32)]
+            chunk, chunk_phase = self.staging.put(values, stores, sD_row, row, chunk, chunk_phase)
             if cutlass.const_expr(self.save_context):
                 gates = [acc[c * 32 + i] for i in range(32)]
-                chunk, chunk_phase = self.put_chunk(
+                chunk, chunk_phase = self.staging.put(
                     gates, stores, sD_row, row, chunk, chunk_phase
                 )
                 ups = [acc[half + c * 32 + i] for i in range(32)]
-                chunk, chunk_phase = self.put_chunk(ups, stores, sD_row, row, chunk, chunk_phase)
+                chunk, chunk_phase = self.staging.put(ups, stores, sD_row, row, chunk, chunk_phase)
         return chunk, chunk_phase
 
     @cute.jit
@@ -570,120 +545,53 @@ class ForwardKernel:
         """y, rounded to BF16."""
         for c in cutlass.range_constexpr(self.down_chunks):
             values = [acc[c * 32 + i] for i in range(32)]
-            chunk, chunk_phase = self.put_chunk(values, stores, sD_row, row, chunk, chunk_phase)
+            chunk, chunk_phase = self.staging.put(values, stores, sD_row, row, chunk, chunk_phase)
         return chunk, chunk_phase
-
-    @cute.jit
-    def put_chunk(self, values, stores, sD_row, row, chunk, chunk_phase):
-        """Round 64 columns (32 values a thread) to BF16 into a staging buffer, and hand it over."""
-        cute.arch.mbarrier_wait(stores.empty + chunk, chunk_phase ^ 1)
-        base = sD_row + chunk * (self.tile.m * self.chunk_n * 2)
-        lane = cute.arch.lane_idx()
-        for j in cutlass.range_constexpr(4):
-            packed = [
-                ptx.pack_bf16(values[8 * j + 2 * i], values[8 * j + 2 * i + 1]) for i in range(4)
-            ]
-            column = 2 * j + lane // 16
-            ptx.stmatrix_x4(base + ((column ^ (row % 8)) << 4), *packed)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(stores.full + chunk)
-        return advance(chunk, chunk_phase, self.store_stages)
 
     @cute.jit
     def store_role(self, queue, stores, sD, targets, sizes, buffers):
         """Write finished chunks with TMA; when a tile is in memory, signal its counter."""
         base = int_ptr(buffers.counters)
         counters = program.counter_layout(sizes.max_minibatches, sizes.max_blocks, 0)
-        hidden = self.partition_store(targets.hidden, sD)
-        y = self.partition_store(targets.y, sD)
-        shared_hidden = self.partition_store(targets.shared_hidden, sD)
-        shared_y = self.partition_store(targets.shared_y, sD)
-        gate = self.partition_store(targets.gate, sD)
-        up = self.partition_store(targets.up, sD)
+        staging, zero = self.staging, Int32(0)
+        hidden = (staging.partition(targets.hidden, sD),)
+        y = (staging.partition(targets.y, sD),)
+        shared_hidden = (staging.partition(targets.shared_hidden, sD),)
+        shared_y = (staging.partition(targets.shared_y, sD),)
+        if cutlass.const_expr(self.save_context):
+            hidden += (staging.partition(targets.gate, sD), staging.partition(targets.up, sD))
+            shared_hidden += (
+                staging.partition(targets.shared_gate, sD),
+                staging.partition(targets.shared_up, sD),
+            )
         slot, slot_phase = Int32(0), Int32(0)
-        chunk, chunk_phase = Int32(0), Int32(0)
+        chunk, phase = Int32(0), Int32(0)
         kind = Int32(SHARED_UP)
         while kind != END:
             entry = queue.get(slot, slot_phase)
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
             if kind == UP:
-                if cutlass.const_expr(self.save_context):
-                    for c in cutlass.range_constexpr(self.up_chunks):
-                        column = entry.n * self.up_chunks + c
-                        for target in (hidden, gate, up):
-                            chunk, chunk_phase = self.store_chunk(
-                                stores, target, entry.ring_block, column, chunk, chunk_phase
-                            )
-                else:
-                    chunk, chunk_phase = self.store_chunks(
-                        stores, hidden, entry.ring_block, entry.n, self.up_chunks, chunk, chunk_phase
-                    )
-                self.signal(base + counters.hidden_ready + entry.block)
+                chunk, phase = staging.store_tile(
+                    stores, hidden, entry.ring_block, entry.n, self.up_chunks, zero, chunk, phase
+                )
+                staging.signal(base + counters.hidden_ready + entry.block)
             elif kind == DOWN:
                 y_block = entry.block if cutlass.const_expr(self.direct) else entry.ring_block
-                chunk, chunk_phase = self.store_chunks(
-                    stores, y, y_block, entry.n, self.down_chunks, chunk, chunk_phase
+                chunk, phase = staging.store_tile(
+                    stores, y, y_block, entry.n, self.down_chunks, zero, chunk, phase
                 )
-                self.signal(base + counters.y_ready + entry.minibatch)
+                staging.signal(base + counters.y_ready + entry.minibatch)
             elif kind == SHARED_UP:
-                chunk, chunk_phase = self.store_chunks(
-                    stores, shared_hidden, entry.block, entry.n, self.up_chunks, chunk, chunk_phase
+                chunk, phase = staging.store_tile(
+                    stores, shared_hidden, entry.block, entry.n, self.up_chunks, zero, chunk, phase
                 )
-                self.signal(base + counters.shared_hidden_ready + entry.block)
+                staging.signal(base + counters.shared_hidden_ready + entry.block)
             elif kind == SHARED_DOWN:
-                chunk, chunk_phase = self.store_chunks(
-                    stores, shared_y, entry.block, entry.n, self.down_chunks, chunk, chunk_phase
+                chunk, phase = staging.store_tile(
+                    stores, shared_y, entry.block, entry.n, self.down_chunks, zero, chunk, phase
                 )
-                cute.arch.cp_async_bulk_wait_group(0)
-
-    def partition_store(self, tma: Tma, sD: cute.Tensor) -> Operand:
-        """Partition a store target into (128, 64) chunks."""
-        gD = cute.local_tile(tma.tensor, (self.tile.m, self.chunk_n), (None, None, None))
-        tDsD, tDgD = cpasync.tma_partition(
-            tma.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sD, 0, 2),
-            cute.group_modes(gD, 0, 2),
-        )
-        return Operand(tma.atom, tDgD, tDsD)
-
-    @cute.jit
-    def store_chunks(
-        self, stores, target, row_block, n, count: cutlass.Constexpr[int], chunk, chunk_phase
-    ):
-        """Store the ``count`` chunks of a tile."""
-        for c in cutlass.range(count, unroll=1):
-            chunk, chunk_phase = self.store_chunk(
-                stores, target, row_block, n * count + c, chunk, chunk_phase
-            )
-        return chunk, chunk_phase
-
-    @cute.jit
-    def store_chunk(self, stores, target, row_block, column, chunk, chunk_phase):
-        """Store one chunk and free its buffer once it has been read."""
-        cute.arch.mbarrier_wait(stores.full + chunk, chunk_phase)
-        cute.copy(
-            target.atom, target.tXsX[None, chunk], target.tXgX[None, row_block, column, 0]
-        )
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(stores.empty + chunk)
-        return advance(chunk, chunk_phase, self.store_stages)
-
-    @cute.jit
-    def signal(self, counter):
-        """Count the tile as done once all its stores are in memory."""
-        cute.arch.cp_async_bulk_wait_group(0)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.fence_proxy("async.global")
-            sync.arrive(counter)
+                staging.drain()
 
     @cute.jit
     def comm_cta(self, thread, warp, prog, item_word, schedule, sizes, buffers, watch):
@@ -738,17 +646,3 @@ class ForwardKernel:
                 base + counters.y_ready + awaited, prog.y_ready_target(awaited), watch,
                 1, 1, index, awaited,
             )  # fmt: skip
-
-
-def matrix(
-    address: Int64, rows: Int32, columns: Int32, batch: Int32 | None = None
-) -> cute.Tensor:
-    """A row-major bf16 tensor (rows, columns, batch) in global memory, 64-bit strides."""
-    pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
-    columns = cute.assume(columns, divby=64)
-    stride = cute.assume(Int64(columns), divby=64)
-    plane = cute.assume(Int64(columns) * Int64(rows), divby=64)
-    count = Int32(1) if batch is None else batch
-    return cute.make_tensor(
-        pointer, cute.make_layout((rows, columns, count), stride=(stride, 1, plane))
-    )

@@ -252,9 +252,7 @@ class Forward(Invariant):
             in_head,
             step,
             self.head_mbs
-            + select(
-                in_middle, step, maximum(self.macrobatches - 2, zero) * self.ring_mbs + step
-            ),
+            + select(in_middle, step, maximum(self.macrobatches - 2, zero) * self.ring_mbs + step),
         )
         combined = self.minibatch_at(position)
         combined_blocks = self.blocks_in(combined)

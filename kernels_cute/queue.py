@@ -12,8 +12,8 @@ from cutlass import Int32
 
 from .sync import advance, select
 
-# Words of a queue entry: kind, block, n, minibatch, expert, k_tiles, ring block, ticket.
-WORDS = 8
+# Words of a queue entry in shared memory: room for every kind of entry.
+WORDS = 16
 DEPTH = 2
 
 
@@ -51,26 +51,32 @@ class TaskQueue(NamedTuple):
     full: cute.Pointer  # mbarrier [DEPTH]: one arrival, the load warp's
     empty: cute.Pointer  # mbarrier [DEPTH]: one arrival per reading warp
 
+    def init(self, readers: int) -> None:
+        """Arrival counts: the load warp fills, ``readers`` warps free a slot (one thread)."""
+        for i in range(DEPTH):
+            cute.arch.mbarrier_init(self.full + i, 1)
+            cute.arch.mbarrier_init(self.empty + i, readers)
+
     @cute.jit
-    def put(self, entry: Entry, index: Int32, phase: Int32):
-        """Publish an entry (whole warp; lane 0 writes)."""
+    def put(self, entry: NamedTuple, index: Int32, phase: Int32):
+        """Publish an entry of up to ``WORDS`` int32 (whole warp; lane 0 writes)."""
         cute.arch.mbarrier_wait(self.empty + index, phase ^ 1)
         if cute.arch.lane_idx() == 0:
             slot = self.words + index * WORDS
-            for i in cutlass.range_constexpr(WORDS):
+            for i in cutlass.range_constexpr(len(entry)):
                 cute.arch.store(slot + i, Int32(entry[i]))
             cute.arch.mbarrier_arrive(self.full + index)
 
     @cute.jit
-    def get(self, index: Int32, phase: Int32) -> Entry:
-        """Read the next entry (whole warp) and free its slot."""
+    def get(self, index: Int32, phase: Int32, entry: cutlass.Constexpr = Entry):
+        """Read the next entry, of NamedTuple type ``entry`` (whole warp), and free its slot."""
         cute.arch.mbarrier_wait(self.full + index, phase)
         slot = self.words + index * WORDS
-        words = tuple(cute.arch.load(slot + i, Int32) for i in range(WORDS))
+        words = tuple(cute.arch.load(slot + i, Int32) for i in range(len(entry._fields)))
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.empty + index)
-        return Entry(*words)
+        return entry(*words)
 
 
 def next_slot(index: Int32, phase: Int32) -> tuple[Int32, Int32]:

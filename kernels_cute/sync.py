@@ -8,7 +8,7 @@ wait whose data the async proxy will read stands ``fence.proxy.async``.
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, select_
+from cutlass import Boolean, Float32, Int32, Int64, select_
 
 from . import ptx
 
@@ -90,6 +90,11 @@ def fail(
 def select(condition: Boolean, yes: Int32, no: Int32) -> Int32:
     """``yes`` where ``condition`` holds, else ``no``: both are evaluated, nothing branches."""
     return Int32(select_(condition, Int32(yes), Int32(no)))
+
+
+def select_f32(condition: Boolean, yes: Float32, no: Float32) -> Float32:
+    """``select`` on FP32 values."""
+    return Float32(select_(condition, Float32(yes), Float32(no)))
 
 
 def advance(index: Int32, phase: Int32, stages: int) -> tuple[Int32, Int32]:

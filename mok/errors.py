@@ -1,4 +1,4 @@
-"""Every error the project raises on purpose: the rule that was broken, the value found, the remedy."""
+"""Errors raised on purpose: each names the broken rule, the value found and the remedy."""
 
 from __future__ import annotations
 

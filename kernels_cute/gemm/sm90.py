@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from .. import ptx
 from ..invariant import Invariant
-from ..sync import advance
+from ..sync import advance, select
 
 
 class Tma(NamedTuple):
@@ -65,41 +65,80 @@ class Mainloop(Invariant):
 
     def setup(self) -> None:
         """Build layouts and the tiled MMA (inside a jit function, where the DSL's context exists)."""
-        self.tiled_mma = sm90_helpers.make_trivial_tiled_mma(
+        k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        mn_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, BFloat16)
+
+        def staged(atom, rows: int, count: int, order: tuple[int, int, int]):
+            return cute.tile_to_shape(atom, (rows, self.TILE_K, count), order=order)
+
+        # K-major: rows of 128 bytes. MN-major: strips of 64 rows or columns, 64 K steps of 128 bytes each.
+        by_row, by_strip = (0, 1, 2), (1, 0, 2)
+        self.a_layout = staged(k_atom, self.TILE_M, self.stages, by_row)
+        self.b_layout = staged(k_atom, self.tile_n, self.stages, by_row)
+        self.b_half_layout = staged(k_atom, self.half_n, 2 * self.stages, by_row)
+        self.a_layout_mn = staged(mn_atom, self.TILE_M, self.stages, by_strip)
+        self.b_layout_mn = staged(mn_atom, self.tile_n, self.stages, by_strip)
+        self.b_half_layout_mn = staged(mn_atom, self.half_n, 2 * self.stages, by_strip)
+
+    def tiled_mma(self, majors: str = "kk") -> cute.TiledMma:
+        """The MMA for A and B ``majors``: "k" where the contraction is contiguous, "m" where it is not.
+
+        A new value each time: setting a field changes the object, which must not outlive its branch.
+        """
+        major = {"k": OperandMajorMode.K, "m": OperandMajorMode.MN}
+        return sm90_helpers.make_trivial_tiled_mma(
             BFloat16,
             BFloat16,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
+            major[majors[0]],
+            major[majors[1]],
             Float32,
             (self.WARPGROUPS, 1, 1),
             tiler_mn=(64, self.tile_n),
         )
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
 
-        def staged(rows: int, count: int) -> cute.ComposedLayout:
-            return cute.tile_to_shape(atom, (rows, self.TILE_K, count), order=(0, 1, 2))
+    def fragments(self, majors: str, sA: cute.Tensor, sB: cute.Tensor, group: Int32):
+        """wgmma descriptors of A and B for warpgroup ``group`` (0 or 1): (MMA, 1, k block, stage)."""
+        mma = self.tiled_mma(majors)
+        thr_mma = mma.get_slice(cute.make_layout(self.WARPGROUPS, stride=128)(group))
+        return (
+            mma.make_fragment_A(thr_mma.partition_A(sA)),
+            mma.make_fragment_B(thr_mma.partition_B(sB)),
+        )
 
-        self.a_layout = staged(self.TILE_M, self.stages)
-        self.b_layout = staged(self.tile_n, self.stages)
-        self.b_half_layout = staged(self.half_n, 2 * self.stages)
+    def accumulator(self) -> cute.Tensor:
+        """FP32 ((2, 2, tile_n/8), 1, 1): column pair, row half (8 rows apart), group of 8 columns."""
+        shape = self.tiled_mma().partition_shape_C((self.TILE_M, self.tile_n))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    def init_barriers(self, bars: Stages) -> None:
+        """Arrival counts of the stages' mbarriers (one thread)."""
+        for i in range(self.stages):
+            cute.arch.mbarrier_init(bars.full + i, self.full_arrivals)
+            cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals)
 
     # ---- host: descriptors ----
 
     def tma_a(self, tensor: cute.Tensor) -> Tma:
-        """Loads of (128, 64) from (rows, k, batch)."""
-        layout = cute.slice_(self.a_layout, (None, None, 0))
-        return Tma(
-            *cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (self.TILE_M, self.TILE_K)
-            )
-        )
+        """Loads of (128, 64) from (rows, k, batch), k contiguous."""
+        return self._tma_load(tensor, self.a_layout, self.TILE_M)
 
     def tma_b_half(self, tensor: cute.Tensor) -> Tma:
-        """Loads of (tile_n/2, 64) from (n, k, expert)."""
-        layout = cute.slice_(self.b_half_layout, (None, None, 0))
+        """Loads of (tile_n/2, 64) from (n, k, expert), k contiguous."""
+        return self._tma_load(tensor, self.b_half_layout, self.half_n)
+
+    def tma_a_mn(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (128, 64) from (rows, k, batch), rows contiguous."""
+        return self._tma_load(tensor, self.a_layout_mn, self.TILE_M)
+
+    def tma_b_half_mn(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (tile_n/2, 64) from (n, k, expert), n contiguous."""
+        return self._tma_load(tensor, self.b_half_layout_mn, self.half_n)
+
+    def _tma_load(self, tensor: cute.Tensor, staged: cute.ComposedLayout, rows: int) -> Tma:
+        layout = cute.slice_(staged, (None, None, 0))
         return Tma(
             *cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (self.half_n, self.TILE_K)
+                cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (rows, self.TILE_K)
             )
         )
 
@@ -128,31 +167,73 @@ class Mainloop(Invariant):
         left_tile: Int32,
         right: Operand,
         right_tile: Int32,
-        expert: Int32,
+        batch: Int32,
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
+        b_by_tma: cutlass.Constexpr[bool] = True,
+        k_first: Int32 = Int32(0),
     ) -> tuple[Int32, Int32]:
         """Load all K steps of a task (one warp): A tile ``a_tile``, B halves ``left_tile``, ``right_tile``.
 
-        Without ``a_by_tma`` the gather warps fill A. Returns the next (stage, phase).
+        What does not come by TMA is filled by the gather warps. ``k_first`` is the first K step in the
+        tensors. Returns the next (stage, phase).
         """
-        tx_bytes = self.b_bytes
-        if cutlass.const_expr(a_by_tma):
-            tx_bytes = self.a_bytes + self.b_bytes
+        tx_bytes = self.a_bytes * a_by_tma + self.b_bytes * b_by_tma
         tAgA = a.tXgX[None, a_tile, None, 0]
-        tBgB_left = left.tXgX[None, left_tile, None, expert]
-        tBgB_right = right.tXgX[None, right_tile, None, expert]
-        for k in cutlass.range(k_tiles, unroll=1):
+        tBgB_left = left.tXgX[None, left_tile, None, batch]
+        tBgB_right = right.tXgX[None, right_tile, None, batch]
+        for step in cutlass.range(k_tiles, unroll=1):
+            k = step + k_first
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             full = bars.full + stage
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
             if cutlass.const_expr(a_by_tma):
                 cute.copy(a.atom, tAgA[None, k], a.tXsX[None, stage], tma_bar_ptr=full)
-            cute.copy(left.atom, tBgB_left[None, k], left.tXsX[None, 2 * stage], tma_bar_ptr=full)
+            if cutlass.const_expr(b_by_tma):
+                cute.copy(
+                    left.atom, tBgB_left[None, k], left.tXsX[None, 2 * stage], tma_bar_ptr=full
+                )
+                cute.copy(
+                    right.atom,
+                    tBgB_right[None, k],
+                    right.tXsX[None, 2 * stage + 1],
+                    tma_bar_ptr=full,
+                )
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def load_chunks(
+        self,
+        bars: Stages,
+        left: Operand,
+        right: Operand,
+        row_tile: Int32,
+        first: Int32,
+        count: cutlass.Constexpr[int],
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Send (128, 64) chunks of two matrices through the stages: ``left`` in A's place, ``right`` in B's."""
+        for c in cutlass.range(count, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            full = bars.full + stage
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.a_bytes)
+            column = first + c
             cute.copy(
-                right.atom, tBgB_right[None, k], right.tXsX[None, 2 * stage + 1], tma_bar_ptr=full
+                left.atom,
+                left.tXgX[None, row_tile, column, 0],
+                left.tXsX[None, stage],
+                tma_bar_ptr=full,
+            )
+            cute.copy(
+                right.atom,
+                right.tXgX[None, row_tile, column, 0],
+                right.tXsX[None, 2 * stage],
+                tma_bar_ptr=full,
             )
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
@@ -197,6 +278,63 @@ class Mainloop(Invariant):
         return stage, phase
 
     @cute.jit
+    def gather_columns(
+        self,
+        bars: Stages,
+        stage_address: Int32,
+        stage_bytes: cutlass.Constexpr[int],
+        strips: cutlass.Constexpr[int],
+        x_address: Int64,
+        columns: Int32,
+        first_column: Int32,
+        routes: cute.Pointer,
+        topk: Int32,
+        thread: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Gather an MN-major operand: K runs over rows of x, ``strips`` × 64 of its columns per tile.
+
+        ``routes`` int32: token*K + k of each row, -1 for a row of zeros. Columns from ``columns`` on are
+        zeros. Thread t copies 16-byte chunk t%8 of every strip for rows t//8, t//8 + gather_threads/8, …
+        """
+        row_step = self.gather_threads // 8
+        per_thread = self.TILE_K // row_step
+        chunk = thread % 8
+        first = thread // 8
+        row_bytes = Int64(columns) * 2
+        source = x_address + Int64(first_column + chunk * 8) * 2
+        target = stage_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+        upcoming = cute.make_rmem_tensor((per_thread,), Int32)
+        for i in cutlass.range_constexpr(per_thread):
+            upcoming[i] = cute.arch.load(routes + first + i * row_step, Int32)
+        tokens = cute.make_rmem_tensor((per_thread,), Int32)
+        for k in cutlass.range(k_tiles, unroll=1):
+            for i in cutlass.range_constexpr(per_thread):
+                tokens[i] = select(upcoming[i] < 0, Int32(-1), upcoming[i] // topk)
+            if k + 1 < k_tiles:
+                for i in cutlass.range_constexpr(per_thread):
+                    at = (k + 1) * self.TILE_K + first + i * row_step
+                    upcoming[i] = cute.arch.load(routes + at, Int32)
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            for s in cutlass.range_constexpr(strips):
+                inside = first_column + s * 64 < columns
+                for i in cutlass.range_constexpr(per_thread):
+                    row = tokens[i]
+                    valid = select(inside, Int32(row >= 0), Int32(0))
+                    ptx.cp_async_16(
+                        target + stage * stage_bytes + s * 8192 + i * row_step * 128,
+                        source
+                        + Int64(valid * row) * row_bytes
+                        + Int64(select(inside, Int32(s * 128), Int32(0))),
+                        valid * 16,
+                    )
+            cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
     def pass_tile(
         self, bars: Stages, k_tiles: Int32, stage: Int32, phase: Int32
     ) -> tuple[Int32, Int32]:
@@ -210,7 +348,7 @@ class Mainloop(Invariant):
     @cute.jit
     def mma_tile(
         self,
-        tiled_mma: cute.TiledMma,
+        majors: cutlass.Constexpr[str],
         bars: Stages,
         tCrA: cute.Tensor,
         tCrB: cute.Tensor,
@@ -221,10 +359,10 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:
         """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase)."""
         release = stage
-        self.mma_step(tiled_mma, bars, tCrA, tCrB, acc, stage, phase, True)
+        self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, True)
         stage, phase = advance(stage, phase, self.stages)
         for _ in cutlass.range(1, k_tiles, unroll=1):
-            self.mma_step(tiled_mma, bars, tCrA, tCrB, acc, stage, phase, False)
+            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
             warpgroup.wait_group(1)
             self.release(bars, release)
             release = stage
@@ -234,8 +372,43 @@ class Mainloop(Invariant):
         return stage, phase
 
     @cute.jit
+    def mma_add_tile(
+        self,
+        majors: cutlass.Constexpr[str],
+        bars: Stages,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        acc: cute.Tensor,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps; otherwise as ``mma_tile``."""
+        if k_tiles > 0:
+            release = stage
+            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
+            stage, phase = advance(stage, phase, self.stages)
+            for _ in cutlass.range(1, k_tiles, unroll=1):
+                self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
+                warpgroup.wait_group(1)
+                self.release(bars, release)
+                release = stage
+                stage, phase = advance(stage, phase, self.stages)
+            warpgroup.wait_group(0)
+            self.release(bars, release)
+        return stage, phase
+
+    @cute.jit
     def mma_step(
-        self, tiled_mma, bars, tCrA, tCrB, acc, stage, phase, first: cutlass.Constexpr[bool]
+        self,
+        majors: cutlass.Constexpr[str],
+        bars,
+        tCrA,
+        tCrB,
+        acc,
+        stage,
+        phase,
+        first: cutlass.Constexpr[bool],
     ):
         """Start the wgmma group of one stage; ``first`` overwrites the accumulator."""
         cute.arch.mbarrier_wait(bars.full + stage, phase)
@@ -243,6 +416,7 @@ class Mainloop(Invariant):
             # cp.async writes through the generic proxy, wgmma reads through the async one.
             cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
+        tiled_mma = self.tiled_mma(majors)
         for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             tiled_mma.set(warpgroup.Field.ACCUMULATE, not (first and k_block == 0))
             at = (None, None, k_block, stage)
