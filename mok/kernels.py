@@ -7,8 +7,12 @@ from mok.runtime.compile import KernelSpec
 
 def forward_spec(arch: str, direct: bool) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring."""
-    name = "forward_direct" if direct else "forward_ring"
-    return KernelSpec.of(name, arch, "mok.kernels_cute.forward:ForwardKernel", direct=direct)
+    return KernelSpec.of(
+        f"forward_{_path(direct)}",
+        arch,
+        "mok.kernels_cute.forward:ForwardKernel",
+        direct=direct,
+    )
 
 
 def stage_ids_spec(arch: str) -> KernelSpec:
@@ -21,14 +25,15 @@ def schedule_spec(arch: str) -> KernelSpec:
     return KernelSpec.of("schedule", arch, "mok.kernels_cute.schedule.build:ScheduleKernel")
 
 
-def token_sum_spec(arch: str, has_shared: bool, has_index: bool) -> KernelSpec:
-    """The fixed-order token sum; ``has_index`` reads y through ``route_row`` (one rank)."""
+def token_sum_spec(arch: str, direct: bool, has_shared: bool) -> KernelSpec:
+    """The fixed-order token sum; ``direct`` finds y through the schedule's ``route_row``, else in
+    the slots that combine fills."""
     return KernelSpec.of(
-        "token_sum",
+        f"token_sum_{_path(direct)}",
         arch,
         "mok.kernels_cute.token_sum:TokenSumKernel",
         has_shared=has_shared,
-        has_index=has_index,
+        has_index=direct,
     )
 
 
@@ -38,7 +43,11 @@ def forward_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
         stage_ids_spec(arch),
         schedule_spec(arch),
         forward_spec(arch, direct=True),
-        token_sum_spec(arch, has_shared, has_index=True),
+        token_sum_spec(arch, True, has_shared),
         forward_spec(arch, direct=False),
-        token_sum_spec(arch, has_shared, has_index=False),
+        token_sum_spec(arch, False, has_shared),
     ]
+
+
+def _path(direct: bool) -> str:
+    return "direct" if direct else "ring"

@@ -36,7 +36,6 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         kernels.append(
             {
                 "name": spec.name,
-                "config": dict(spec.config),
                 "registers": resources.registers,
                 "spill_bytes": resources.spill_bytes,
                 "smem_bytes": resources.smem_bytes,
@@ -64,25 +63,22 @@ def show(document: dict[str, Any], console: Console) -> None:
     title = f"Kernels of a {document['model']} layer for {document['arch']}"
     table = Table(title=title, title_justify="left")
     table.add_column("kernel")
-    for column in ("registers", "spill B", "smem B", "compile s"):
+    for column in ("registers", "spill B", "smem B", "tmem", "compile s"):
         table.add_column(column, justify="right")
-    table.add_column("SASS instructions")
-    table.add_column("ptxas notes")
     for k in document["kernels"]:
-        options = ", ".join(f"{name} {value}" for name, value in k["config"].items())
-        counts = k["instructions"]
-        shown = [f"{counts[name]} {name}" for name in SHOWN if name in counts]
-        cached = " (cached)" if k["from_cache"] else ""
         table.add_row(
-            k["name"] + (f"\n{options}" if options else ""),
+            k["name"],
             str(k["registers"]),
             str(k["spill_bytes"]),
             str(k["smem_bytes"]),
-            f"{k['compile_s']:.1f}{cached}",
-            ", ".join([*shown, f"{sum(counts.values())} in all"]),
-            ", ".join(k["warnings"]),
+            str(k["tmem_columns"]),
+            f"{k['compile_s']:.1f}" + (" (cached)" if k["from_cache"] else ""),
         )
     console.print(table)
-    if any(k["tmem_columns"] for k in document["kernels"]):
-        columns = {k["name"]: k["tmem_columns"] for k in document["kernels"]}
-        console.print(f"Tensor memory columns: {columns}")
+    for k in document["kernels"]:
+        counts = k["instructions"]
+        parts = [f"{counts[name]} {name}" for name in SHOWN if name in counts]
+        parts.append(f"{sum(counts.values())} instructions in all")
+        notes = f"; ptxas notes {', '.join(k['warnings'])}" if k["warnings"] else ""
+        line = f"{k['name']}: {', '.join(parts)}{notes}"
+        console.print(line, highlight=False, soft_wrap=True)

@@ -169,45 +169,34 @@ def torch_cuda() -> Check:
 
 
 def peer_handles() -> Check:
-    """How memory can be shared with other processes: by allocating, since attributes may promise
+    """How memory can be handed to other processes: by allocating, since attributes may promise
     what an allocation then refuses."""
-    from mok.runtime.driver import bindings, current_device, use_device
+    from mok.runtime.device import ordinal_of
+    from mok.runtime.memory import CudaMemory
 
-    driver = bindings()
-    kinds = driver.CUmemAllocationHandleType
-    found, works = [], False
-    for name, kind in (
-        ("file descriptors (one host)", kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
-        ("fabric handles (several hosts)", kinds.CU_MEM_HANDLE_TYPE_FABRIC),
-    ):
+    return probe_handles(CudaMemory(ordinal_of()))
+
+
+def probe_handles(memory: Any) -> Check:
+    """Try each kind of handle on a ``mok.runtime.memory.Memory``."""
+    kinds = {
+        "posix_fd": "file descriptors, for one host",
+        "fabric": "fabric handles, for several hosts",
+    }
+    found = []
+    for kind, name in kinds.items():
         try:
-            device = current_device()
-            use_device(device)
-            _allocate_and_export(driver, device, kind)
+            handle = memory.create(memory.granularity, kind)
+            try:
+                token = memory.export(handle, kind)
+            finally:
+                memory.release(handle)
         except MokError as error:
-            found.append(f"{name}: no ({error.value})")
+            found.append((False, f"{name}: no ({error.value})"))
         else:
-            found.append(f"{name}: yes")
-            works = True
-    remedy = "Several processes cannot share memory here; virtual ranks in one process still work"
-    return _check("shareable memory", works, "; ".join(found), remedy)
-
-
-def _allocate_and_export(driver: Any, device: int, kind: Any) -> None:
-    """Allocate the smallest piece of shareable memory, export it, and give both back."""
-    from mok.runtime.driver import call
-
-    wanted = driver.CUmemAllocationProp()
-    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    wanted.location.id = device
-    wanted.requestedHandleTypes = kind
-    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    size = call("cuMemGetAllocationGranularity", wanted, minimum)
-    memory = call("cuMemCreate", size, wanted, 0)
-    try:
-        handle = call("cuMemExportToShareableHandle", memory, kind, 0)
-        if kind == driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
-            os.close(int(handle))
-    finally:
-        call("cuMemRelease", memory)
+            if isinstance(token, int):
+                os.close(token)
+            found.append((True, f"{name}: yes"))
+    remedy = "Ranks in several processes cannot work here; virtual ranks of one process do"
+    text = "; ".join(text for _, text in found)
+    return _check("shareable memory", any(ok for ok, _ in found), text, remedy)
