@@ -300,6 +300,9 @@ def run_warp(X, W, quantum):
     st64(W + 8 * W_SLEEP, _I(SLEEP_NO))
     pc = ld64(W + 8 * W_PC)
     mask = ld64(W + 8 * W_MASK)
+    if ld64(W + 8 * W_NG) > 0:
+        regroup(W, pc, mask)
+        pc, mask = ld64(W + 8 * W_PC), ld64(W + 8 * W_MASK)
     count = _I(0)
     result = _I(R_QUANTUM)
     while count < quantum:
