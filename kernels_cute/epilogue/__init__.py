@@ -1,1 +1,1 @@
-"""."""
+"""Epilogues: each formula is one device function."""

@@ -1,0 +1,1 @@
+"""The backward megakernel, a role to a file; ``kernel`` puts them together."""

@@ -1,0 +1,138 @@
+"""The comm role of the backward kernel: pull reverse-combine and replay, push reverse-dispatch."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from .. import comm, sync
+from ..epilogue.router_grad import sum_groups
+from ..sync import int_ptr
+from .load import NAME
+from .mma import float_ptr
+from .operands import CHUNK_N, WARPS, counter_layout
+from .program import DISPATCH, FREE_BASE, ITEM_BASE, OVERLAPS
+
+ROLE = 1  # in sync.ROLES
+
+
+class CommRoles:
+    """Mixin of ``BackwardKernel``."""
+
+    @cute.jit
+    def comm_cta(self, thread, warp, prog, item_word, schedule, sizes, buffers, watch):
+        """Take comm items in order."""
+        base = int_ptr(buffers.counters)
+        counters = counter_layout(sizes.max_minibatches, sizes.max_blocks, sizes.max_groups, 0)
+        minibatch = Int32(0)  # of the last item: item numbers only grow
+        index = Int32(0)
+        while index < prog.items:
+            if thread == 0:
+                drawn = cute.arch.atomic_add(
+                    base + counters.comm_ticket, Int32(1), sem="relaxed", scope="gpu"
+                )
+                cute.arch.store(item_word, drawn)
+            cute.arch.sync_threads()
+            index = cute.arch.load(item_word, Int32)
+            if index < prog.items:
+                item, minibatch = self.decode_item(prog, schedule, sizes, index, minibatch)
+                if thread == 0:
+                    self.wait_item(prog, base, counters, schedule, sizes, item, index, watch)
+                cute.arch.sync_threads()
+                if item.kind == DISPATCH:
+                    self.bring_in(prog, item, schedule, sizes, buffers, warp)
+                    cute.arch.fence_proxy("async.global")
+                else:
+                    self.push_out(item, schedule, sizes, buffers, warp)
+                cute.arch.sync_threads()
+                if thread == 0:
+                    if item.kind == DISPATCH:
+                        sync.arrive(base + counters.dispatch + item.minibatch)
+                    else:
+                        sync.arrive(base + counters.push + item.minibatch)
+            else:
+                cute.arch.sync_threads()
+
+    @cute.jit
+    def decode_item(self, prog, schedule, sizes, index, minibatch):
+        """The item of a number, and the minibatch in whose stretch it lies."""
+        per_block = prog.items_per_block
+        at = index // per_block
+        within = index - at * per_block
+        item = prog.first_item(at, within)
+        if at >= prog.first_blocks:
+            bases = schedule.tables + ITEM_BASE * sizes.table_stride
+            while at >= cute.arch.load(bases + minibatch + 1, Int32):
+                minibatch += 1
+            free = cute.arch.load(
+                schedule.tables + FREE_BASE * sizes.table_stride + minibatch, Int32
+            )
+            item = prog.item_in(
+                minibatch, at - cute.arch.load(bases + minibatch, Int32), within, free
+            )
+        return item, minibatch
+
+    @cute.jit
+    def wait_item(self, prog, base, counters, schedule, sizes, item, index, watch):
+        """A dispatch needs its slot free, a push its minibatch's dx rows."""
+        previous = item.minibatch - prog.ring_mbs
+        if item.kind == DISPATCH:
+            if previous >= 0:
+                overlaps = cute.arch.load(
+                    schedule.tables + OVERLAPS * sizes.table_stride + previous, Int32
+                )
+                sync.wait_at_least(
+                    base + counters.free + previous,
+                    self.consumer_warps * prog.free_target(previous, overlaps),
+                    watch, ROLE, NAME["free"], index, previous,
+                )  # fmt: skip
+        else:
+            sync.wait_at_least(
+                base + counters.dx + item.minibatch, prog.dx_target(item.minibatch),
+                watch, ROLE, NAME["dx"], index, item.minibatch,
+            )  # fmt: skip
+
+    @cute.jit
+    def bring_in(self, prog, item, schedule, sizes, buffers, warp):
+        """Pull dy rows and router weights; for a macrobatch that is replayed, x rows too."""
+        rows, count = schedule.rows, self.tile.comm_m
+        ring_row = item.row % sizes.macrobatch
+        offset = Int64(ring_row) * rows.row_bytes
+        comm.pull_rows(
+            rows, item.row, count, buffers.dy_heap, sizes.topk, buffers.dy_ring + offset, warp, WARPS
+        )
+        if prog.is_replayed(item.minibatch):
+            comm.pull_rows(
+                rows, item.row, count, buffers.x_heap, sizes.topk,
+                buffers.replay_x + offset, warp, WARPS,
+            )  # fmt: skip
+        lane = cute.arch.lane_idx()
+        if warp == 0 and lane < count:
+            weight = Float32(0.0)
+            peer = cute.arch.load(rows.peer_rank + item.row + lane, Int32)
+            if peer >= 0:
+                route = cute.arch.load(rows.peer_token_idx + item.row + lane, Int32)
+                source = buffers.weight_heap + Int64(peer) * rows.rank_stride
+                weight = cute.arch.load(float_ptr(source) + route, Float32)
+            cute.arch.store(float_ptr(buffers.row_weight) + ring_row + lane, weight)
+
+    @cute.jit
+    def push_out(self, item, schedule, sizes, buffers, warp):
+        """Push dx rows and router-weight gradients to the slots of their routes."""
+        rows, count = schedule.rows, self.tile.comm_m
+        ring_row = item.row % sizes.macrobatch
+        comm.push_rows(
+            rows, item.row, count, buffers.dx_ring + Int64(ring_row) * rows.row_bytes,
+            buffers.dx_heap, warp, WARPS,
+        )  # fmt: skip
+        groups = sizes.intermediate // CHUNK_N
+        for i in cutlass.range(warp, count, WARPS, unroll=1):
+            peer = cute.arch.load(rows.peer_rank + item.row + i, Int32)
+            if peer >= 0:
+                partials = float_ptr(buffers.dw_partial) + Int64(ring_row + i) * Int64(groups)
+                total = sum_groups(partials, groups)
+                if cute.arch.lane_idx() == 0:
+                    route = cute.arch.load(rows.peer_token_idx + item.row + i, Int32)
+                    target = buffers.dw_heap + Int64(peer) * rows.rank_stride
+                    cute.arch.store(float_ptr(target) + route, total)
+
+

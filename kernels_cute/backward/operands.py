@@ -1,0 +1,183 @@
+"""What the roles of the backward kernel share: tensors, addresses, sizes, counters, queue entries."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from .. import comm
+from ..gemm.sm90 import Tma
+
+LOAD_WARP, STORE_WARP, GATHER_WARP = 0, 1, 2
+THREADS = 384
+WARPS = THREADS // 32
+CHUNK_N = 64  # columns that share a router-gradient partial; also of a staging buffer
+
+
+class Sources(NamedTuple):
+    """TMA loads. ``_t``: the contraction runs over rows (MN-major operand)."""
+
+    x_ring: Tma  # rows of replayed macrobatches
+    dy: Tma  # the rank's own dy, for the shared expert
+    dy_ring: Tma
+    d_gate: Tma
+    d_up: Tma
+    shared_d_gate: Tma
+    shared_d_up: Tma
+    saved_gate: Tma
+    saved_up: Tma
+    replay_gate: Tma
+    replay_up: Tma
+    shared_gate_pre: Tma  # the shared expert's saved pre-activations
+    shared_up_pre: Tma
+    gate: Tma
+    up: Tma
+    down_t: Tma
+    gate_t: Tma
+    up_t: Tma
+    shared_down_t: Tma
+    shared_gate_t: Tma
+    shared_up_t: Tma
+    dy_t: Tma
+    dy_ring_t: Tma
+    d_gate_t: Tma
+    d_up_t: Tma
+    shared_d_gate_t: Tma
+    shared_d_up_t: Tma
+    weighted_t: Tma
+    shared_weighted_t: Tma
+    x_t: Tma
+    saved_x_t: Tma
+    replay_x_t: Tma
+
+
+class Targets(NamedTuple):
+    """TMA stores of (128, 64) chunks."""
+
+    replay_gate: Tma
+    replay_up: Tma
+    d_gate: Tma
+    d_up: Tma
+    weighted: Tma
+    dx: Tma
+    shared_d_gate: Tma
+    shared_d_up: Tma
+    shared_weighted: Tma
+    shared_dx: Tma
+    dw_gate: Tma
+    dw_up: Tma
+    dw_down: Tma
+    shared_dw_gate: Tma
+    shared_dw_up: Tma
+    shared_dw_down: Tma
+
+
+class Outputs(NamedTuple):
+    """Addresses of the weight gradients, for the modes in which the MMA warps write them."""
+
+    dw_gate: Int64
+    dw_up: Int64
+    dw_down: Int64
+    shared_dw_gate: Int64
+    shared_dw_up: Int64
+    shared_dw_down: Int64
+
+
+class Schedule(NamedTuple):
+    """The schedule's and the plan's device arrays."""
+
+    num_rows: cute.Pointer  # int32 [1]
+    block_expert: cute.Pointer  # int32 [blocks]
+    rows: comm.Rows
+    tables: cute.Pointer  # int32 [TABLES][table_stride]
+    groups: cute.Pointer  # int32 [groups][GROUP_WORDS]
+    counts: cute.Pointer  # int32 [2]: all groups, groups of experts with rows
+
+
+class Sizes(NamedTuple):
+    """Run-time sizes."""
+
+    tokens: Int32
+    hidden: Int32
+    intermediate: Int32
+    shared_intermediate: Int32
+    experts: Int32
+    topk: Int32
+    minibatch: Int32
+    macrobatch: Int32
+    max_minibatches: Int32
+    max_blocks: Int32
+    max_groups: Int32
+    table_stride: Int32
+    num_comm_ctas: Int32
+
+
+class Buffers(NamedTuple):
+    """Addresses that are not reached by TMA."""
+
+    x: Int64  # bf16 [T, H]
+    dy: Int64  # bf16 [T, H]
+    router_weights: Int64  # fp32 [T, K] (direct)
+    shared_scale: Int64  # fp32 [T], 0 for none
+    row_weight: Int64  # fp32 [macrobatch] (ring)
+    dw_partial: Int64  # fp32 [dx rows, I/64]
+    shared_dw_partial: Int64  # fp32 [T, Is/64]
+    accumulators: Int64  # fp32 [2][group tasks][128 * tile_n]
+    replay_x: Int64  # bf16 [macrobatch, H] (ring)
+    dy_ring: Int64  # bf16 [macrobatch, H] (ring)
+    dx_ring: Int64  # bf16 [macrobatch, H] (ring)
+    x_heap: Int64
+    dy_heap: Int64
+    weight_heap: Int64  # fp32 [max tokens, K]
+    dx_heap: Int64  # bf16 [max tokens * K, H]
+    dw_heap: Int64  # fp32 [max tokens * K]
+    counters: Int64
+
+
+class Entry(NamedTuple):
+    """A decoded task as the warps of a CTA see it."""
+
+    kind: Int32
+    block: Int32
+    ring_block: Int32
+    m: Int32  # row tile of a weight gradient
+    n: Int32
+    minibatch: Int32
+    expert: Int32
+    k_tiles: Int32  # MMA steps
+    group: Int32
+    first: Int32  # a group's row blocks
+    end: Int32
+    earlier: Int32  # the accumulator starts from the group before
+    later: Int32  # the accumulator goes to the group after
+    ticket: Int32
+
+
+class Counters(NamedTuple):
+    """Offsets in the int32 counter array (zeroed before every launch)."""
+
+    ticket: int
+    comm_ticket: int
+    dispatch: int  # [minibatches]
+    push: int  # [minibatches]
+    dx: int  # [minibatches]
+    free: int  # [minibatches]
+    replay: int  # [blocks]
+    ddown: int  # [blocks]
+    group: int  # [groups]
+    shared: int  # [shared blocks]
+    size: int
+
+
+# Names of the counters in the record of an expired wait, after the forward kernel's.
+COUNTERS = ("dispatch", "push", "dx", "free", "replay", "ddown", "group", "shared")
+
+
+def counter_layout(minibatches, blocks, groups, shared_blocks) -> Counters:
+    """Offsets in int32 words. The two tickets have a 128-byte line of their own."""
+    at = [64]
+    for size in (minibatches,) * 4 + (blocks, blocks, groups, shared_blocks):
+        at.append(at[-1] + size)
+    return Counters(0, 32, *at)
+
+

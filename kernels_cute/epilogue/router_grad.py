@@ -1,0 +1,30 @@
+"""The router-weight gradient d_w = Σ d·hidden: its order of additions, in one place.
+
+Three fixed steps make the sum independent of tiles, ranks and tunables. A thread adds its 16 columns of a
+64-column group, ascending, with one fma.rn each; the four threads of a row add in butterfly order; the
+groups of a row are summed by one warp, lane l taking groups l, l+32, …, then a butterfly over the lanes.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .. import ptx
+
+
+def add_butterfly(value: Float32, lanes: int) -> Float32:
+    """The sum over ``lanes`` neighbouring lanes (a power of two), the same bits in each of them."""
+    step = lanes // 2
+    while step > 0:
+        value = ptx.add_rn(value, cute.arch.shuffle_sync_bfly(value, offset=step))
+        step //= 2
+    return value
+
+
+@cute.jit
+def sum_groups(partials: cute.Pointer, groups: Int32) -> Float32:
+    """One warp adds a row's ``groups`` FP32 partials; every lane gets the sum."""
+    total = Float32(0.0)
+    for i in cutlass.range(cute.arch.lane_idx(), groups, 32, unroll=1):
+        total = ptx.add_rn(total, cute.arch.load(partials + i, Float32))
+    return add_butterfly(total, 32)

@@ -1,0 +1,430 @@
+"""The Hopper mainloop: TMA or gathered loads into a ring of shared-memory stages, wgmma out of it.
+
+``A`` is (128, 64) per stage, ``B`` (tile_n, 64), both BF16, K-major, 128-byte swizzle. B arrives as two
+halves of tile_n/2 rows, so that gate and up can be one GEMM: its accumulator holds gate in the left and
+up in the right half of the columns.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90_helpers
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from .. import ptx
+from ..invariant import Invariant
+from ..sync import advance, select
+
+
+class Tma(NamedTuple):
+    """A TMA copy atom and the coordinate tensor that goes with it."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Operand(NamedTuple):
+    """A TMA source partitioned for one CTA: global tiles (TMA, tile, k, batch) and stages (TMA, stage)."""
+
+    atom: cute.CopyAtom
+    tXgX: cute.Tensor
+    tXsX: cute.Tensor
+
+
+class Stages(NamedTuple):
+    """The mbarriers of the A/B stages. full: loads landed; empty: the MMA warps are done."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Mainloop(Invariant):
+    """Shapes, shared-memory layouts and loops of one tile configuration.
+
+    Args:
+        tile_n: accumulator columns, a multiple of 64 up to 256.
+        stages: shared-memory stages; (128 + tile_n) * 128 bytes each.
+        gather_threads: threads that gather rows of A (0: A always comes by TMA).
+    """
+
+    TILE_M = 128
+    TILE_K = 64
+    WARPGROUPS = 2  # cooperative: rows 0-63 and 64-127 of one tile
+
+    def __init__(self, tile_n: int, stages: int, gather_threads: int):
+        self.tile_n = tile_n
+        self.half_n = tile_n // 2
+        self.stages = stages
+        self.gather_threads = gather_threads
+        self.a_bytes = self.TILE_M * self.TILE_K * 2
+        self.b_bytes = tile_n * self.TILE_K * 2
+        self.full_arrivals = 1 + gather_threads
+        self.empty_arrivals = self.WARPGROUPS * 4
+
+    def setup(self) -> None:
+        """Build layouts and the tiled MMA (inside a jit function, where the DSL's context exists)."""
+        k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        mn_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, BFloat16)
+
+        def staged(atom, rows: int, count: int, order: tuple[int, int, int]):
+            return cute.tile_to_shape(atom, (rows, self.TILE_K, count), order=order)
+
+        # K-major: rows of 128 bytes. MN-major: strips of 64 rows or columns, 64 K steps of 128 bytes each.
+        by_row, by_strip = (0, 1, 2), (1, 0, 2)
+        self.a_layout = staged(k_atom, self.TILE_M, self.stages, by_row)
+        self.b_layout = staged(k_atom, self.tile_n, self.stages, by_row)
+        self.b_half_layout = staged(k_atom, self.half_n, 2 * self.stages, by_row)
+        self.a_layout_mn = staged(mn_atom, self.TILE_M, self.stages, by_strip)
+        self.b_layout_mn = staged(mn_atom, self.tile_n, self.stages, by_strip)
+        self.b_half_layout_mn = staged(mn_atom, self.half_n, 2 * self.stages, by_strip)
+
+    def tiled_mma(self, majors: str = "kk") -> cute.TiledMma:
+        """The MMA for A and B ``majors``: "k" where the contraction is contiguous, "m" where it is not.
+
+        A new value each time: setting a field changes the object, which must not outlive its branch.
+        """
+        major = {"k": OperandMajorMode.K, "m": OperandMajorMode.MN}
+        return sm90_helpers.make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            major[majors[0]],
+            major[majors[1]],
+            Float32,
+            (self.WARPGROUPS, 1, 1),
+            tiler_mn=(64, self.tile_n),
+        )
+
+    def fragments(self, majors: str, sA: cute.Tensor, sB: cute.Tensor, group: Int32):
+        """wgmma descriptors of A and B for warpgroup ``group`` (0 or 1): (MMA, 1, k block, stage)."""
+        mma = self.tiled_mma(majors)
+        thr_mma = mma.get_slice(cute.make_layout(self.WARPGROUPS, stride=128)(group))
+        return (
+            mma.make_fragment_A(thr_mma.partition_A(sA)),
+            mma.make_fragment_B(thr_mma.partition_B(sB)),
+        )
+
+    def accumulator(self) -> cute.Tensor:
+        """FP32 ((2, 2, tile_n/8), 1, 1): column pair, row half (8 rows apart), group of 8 columns."""
+        shape = self.tiled_mma().partition_shape_C((self.TILE_M, self.tile_n))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    def init_barriers(self, bars: Stages) -> None:
+        """Arrival counts of the stages' mbarriers (one thread)."""
+        for i in range(self.stages):
+            cute.arch.mbarrier_init(bars.full + i, self.full_arrivals)
+            cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals)
+
+    # ---- host: descriptors ----
+
+    def tma_a(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (128, 64) from (rows, k, batch), k contiguous."""
+        return self._tma_load(tensor, self.a_layout, self.TILE_M)
+
+    def tma_b_half(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (tile_n/2, 64) from (n, k, expert), k contiguous."""
+        return self._tma_load(tensor, self.b_half_layout, self.half_n)
+
+    def tma_a_mn(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (128, 64) from (rows, k, batch), rows contiguous."""
+        return self._tma_load(tensor, self.a_layout_mn, self.TILE_M)
+
+    def tma_b_half_mn(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (tile_n/2, 64) from (n, k, expert), n contiguous."""
+        return self._tma_load(tensor, self.b_half_layout_mn, self.half_n)
+
+    def _tma_load(self, tensor: cute.Tensor, staged: cute.ComposedLayout, rows: int) -> Tma:
+        layout = cute.slice_(staged, (None, None, 0))
+        return Tma(
+            *cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (rows, self.TILE_K)
+            )
+        )
+
+    # ---- device ----
+
+    def partition(self, tma: Tma, sX: cute.Tensor, rows: int) -> Operand:
+        """Partition a TMA source of (rows, 64) tiles for the stages of ``sX``."""
+        gX = cute.local_tile(tma.tensor, (rows, self.TILE_K), (None, None, None))
+        tXsX, tXgX = cpasync.tma_partition(
+            tma.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sX, 0, 2),
+            cute.group_modes(gX, 0, 2),
+        )
+        return Operand(tma.atom, tXgX, tXsX)
+
+    @cute.jit
+    def load_tile(
+        self,
+        bars: Stages,
+        a: Operand,
+        a_by_tma: cutlass.Constexpr[bool],
+        a_tile: Int32,
+        left: Operand,
+        left_tile: Int32,
+        right: Operand,
+        right_tile: Int32,
+        batch: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+        b_by_tma: cutlass.Constexpr[bool] = True,
+        k_first: Int32 = Int32(0),
+    ) -> tuple[Int32, Int32]:
+        """Load all K steps of a task (one warp): A tile ``a_tile``, B halves ``left_tile``, ``right_tile``.
+
+        What does not come by TMA is filled by the gather warps. ``k_first`` is the first K step in the
+        tensors. Returns the next (stage, phase).
+        """
+        tx_bytes = self.a_bytes * a_by_tma + self.b_bytes * b_by_tma
+        tAgA = a.tXgX[None, a_tile, None, 0]
+        tBgB_left = left.tXgX[None, left_tile, None, batch]
+        tBgB_right = right.tXgX[None, right_tile, None, batch]
+        for step in cutlass.range(k_tiles, unroll=1):
+            k = step + k_first
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            full = bars.full + stage
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
+            if cutlass.const_expr(a_by_tma):
+                cute.copy(a.atom, tAgA[None, k], a.tXsX[None, stage], tma_bar_ptr=full)
+            if cutlass.const_expr(b_by_tma):
+                cute.copy(
+                    left.atom, tBgB_left[None, k], left.tXsX[None, 2 * stage], tma_bar_ptr=full
+                )
+                cute.copy(
+                    right.atom,
+                    tBgB_right[None, k],
+                    right.tXsX[None, 2 * stage + 1],
+                    tma_bar_ptr=full,
+                )
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def load_chunks(
+        self,
+        bars: Stages,
+        left: Operand,
+        right: Operand,
+        row_tile: Int32,
+        first: Int32,
+        count: cutlass.Constexpr[int],
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Send (128, 64) chunks of two matrices through the stages: ``left`` in A's place, ``right`` in B's."""
+        for c in cutlass.range(count, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            full = bars.full + stage
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.a_bytes)
+            column = first + c
+            cute.copy(
+                left.atom,
+                left.tXgX[None, row_tile, column, 0],
+                left.tXsX[None, stage],
+                tma_bar_ptr=full,
+            )
+            cute.copy(
+                right.atom,
+                right.tXgX[None, row_tile, column, 0],
+                right.tXsX[None, 2 * stage],
+                tma_bar_ptr=full,
+            )
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def gather_tile(
+        self,
+        bars: Stages,
+        sA_address: Int32,
+        x_address: Int64,
+        row_bytes: Int64,
+        rows: cute.Tensor,
+        thread: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Gather all K steps of A by cp.async; ``rows`` int32 [128*8/gather_threads]: source rows, -1 for zeros.
+
+        Thread t copies 16-byte chunk t%8 of rows t//8, t//8 + gather_threads/8, …; the chunk lands at its
+        place in the 128-byte swizzle (chunk xor row mod 8).
+        """
+        row_step = self.gather_threads // 8
+        chunk = thread % 8
+        first = thread // 8
+        source = x_address + Int64(chunk * 16)
+        target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+        for k in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            stage_target = target + stage * self.a_bytes
+            for i in cutlass.range_constexpr(self.TILE_M // row_step):
+                row = rows[i]
+                valid = row >= 0
+                ptx.cp_async_16(
+                    stage_target + i * row_step * 128,
+                    source + Int64(cutlass.max(row, Int32(0))) * row_bytes,
+                    Int32(valid) * 16,
+                )
+            cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
+            source += Int64(self.TILE_K * 2)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def gather_columns(
+        self,
+        bars: Stages,
+        stage_address: Int32,
+        stage_bytes: cutlass.Constexpr[int],
+        strips: cutlass.Constexpr[int],
+        x_address: Int64,
+        columns: Int32,
+        first_column: Int32,
+        routes: cute.Pointer,
+        topk: Int32,
+        thread: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Gather an MN-major operand: K runs over rows of x, ``strips`` × 64 of its columns per tile.
+
+        ``routes`` int32: token*K + k of each row, -1 for a row of zeros. Columns from ``columns`` on are
+        zeros. Thread t copies 16-byte chunk t%8 of every strip for rows t//8, t//8 + gather_threads/8, …
+        """
+        row_step = self.gather_threads // 8
+        per_thread = self.TILE_K // row_step
+        chunk = thread % 8
+        first = thread // 8
+        row_bytes = Int64(columns) * 2
+        source = x_address + Int64(first_column + chunk * 8) * 2
+        target = stage_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+        upcoming = cute.make_rmem_tensor((per_thread,), Int32)
+        for i in cutlass.range_constexpr(per_thread):
+            upcoming[i] = cute.arch.load(routes + first + i * row_step, Int32)
+        tokens = cute.make_rmem_tensor((per_thread,), Int32)
+        for k in cutlass.range(k_tiles, unroll=1):
+            for i in cutlass.range_constexpr(per_thread):
+                tokens[i] = select(upcoming[i] < 0, Int32(-1), upcoming[i] // topk)
+            if k + 1 < k_tiles:
+                for i in cutlass.range_constexpr(per_thread):
+                    at = (k + 1) * self.TILE_K + first + i * row_step
+                    upcoming[i] = cute.arch.load(routes + at, Int32)
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            for s in cutlass.range_constexpr(strips):
+                inside = first_column + s * 64 < columns
+                for i in cutlass.range_constexpr(per_thread):
+                    row = tokens[i]
+                    valid = select(inside, Int32(row >= 0), Int32(0))
+                    ptx.cp_async_16(
+                        target + stage * stage_bytes + s * 8192 + i * row_step * 128,
+                        source
+                        + Int64(valid * row) * row_bytes
+                        + Int64(select(inside, Int32(s * 128), Int32(0))),
+                        valid * 16,
+                    )
+            cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def pass_tile(
+        self, bars: Stages, k_tiles: Int32, stage: Int32, phase: Int32
+    ) -> tuple[Int32, Int32]:
+        """The gather threads' part of a task whose A comes by TMA: arrive, so that counts match."""
+        for _ in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            cute.arch.mbarrier_arrive(bars.full + stage)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def mma_tile(
+        self,
+        majors: cutlass.Constexpr[str],
+        bars: Stages,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        acc: cute.Tensor,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase)."""
+        release = stage
+        self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, True)
+        stage, phase = advance(stage, phase, self.stages)
+        for _ in cutlass.range(1, k_tiles, unroll=1):
+            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
+            warpgroup.wait_group(1)
+            self.release(bars, release)
+            release = stage
+            stage, phase = advance(stage, phase, self.stages)
+        warpgroup.wait_group(0)
+        self.release(bars, release)
+        return stage, phase
+
+    @cute.jit
+    def mma_add_tile(
+        self,
+        majors: cutlass.Constexpr[str],
+        bars: Stages,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        acc: cute.Tensor,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps; otherwise as ``mma_tile``."""
+        if k_tiles > 0:
+            release = stage
+            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
+            stage, phase = advance(stage, phase, self.stages)
+            for _ in cutlass.range(1, k_tiles, unroll=1):
+                self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
+                warpgroup.wait_group(1)
+                self.release(bars, release)
+                release = stage
+                stage, phase = advance(stage, phase, self.stages)
+            warpgroup.wait_group(0)
+            self.release(bars, release)
+        return stage, phase
+
+    @cute.jit
+    def mma_step(
+        self,
+        majors: cutlass.Constexpr[str],
+        bars,
+        tCrA,
+        tCrB,
+        acc,
+        stage,
+        phase,
+        first: cutlass.Constexpr[bool],
+    ):
+        """Start the wgmma group of one stage; ``first`` overwrites the accumulator."""
+        cute.arch.mbarrier_wait(bars.full + stage, phase)
+        if cutlass.const_expr(self.gather_threads > 0):
+            # cp.async writes through the generic proxy, wgmma reads through the async one.
+            cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup.fence()
+        tiled_mma = self.tiled_mma(majors)
+        for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, not (first and k_block == 0))
+            at = (None, None, k_block, stage)
+            cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, bars: Stages, stage: Int32):
+        """This warp is done reading a stage."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(bars.empty + stage)

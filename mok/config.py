@@ -1,0 +1,266 @@
+"""Shape and Config: every limit of the layer, stated and checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mok.errors import DeviceError, DtypeError, ResourceError, ShapeError
+from mok.models import ModelShape, get_machine
+
+DIM_MULTIPLE = 64  # H, I and shared I; tails inside a tile are masked
+MAX_TOPK = 32
+GEMM_TILE_N = 256  # columns of one CTA's output tile in the two-wave rule
+CTA_TILE_M = 128  # rows of one CTA's output tile in the two-wave rule
+
+# Rows of one cluster's output tile, to which an expert's segment is padded.
+TILE_ROWS = {"sm_90a": 128, "sm_100a": 256, "sm_103a": 256}
+CLUSTER_CTAS = {"sm_90a": 1, "sm_100a": 2, "sm_103a": 2}
+
+# The reference system's defaults on 148 SMs (40 and 28), kept as fractions of the GPU.
+_FWD_COMM_FRACTION = 40 / 148
+_BWD_COMM_FRACTION = 28 / 148
+_RING_MINIBATCHES = 32  # the reference system's 131072 / 4096
+
+
+def tile_rows(arch: str) -> int:
+    """Rows to which an expert's segment is padded on ``arch``; raises DeviceError if unknown."""
+    try:
+        return TILE_ROWS[arch]
+    except KeyError:
+        raise DeviceError(
+            "the architecture must be a supported one", arch, f"Supported: {', '.join(TILE_ROWS)}"
+        ) from None
+
+
+def _require_int(name: str, value: Any, minimum: int, why: str = "") -> None:
+    # bool is an int in Python, but never a size.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DtypeError(f"{name} must be an int", f"{value!r} ({type(value).__name__})")
+    if value < minimum:
+        raise ShapeError(f"{name} must be at least {minimum}", value, why)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer call.
+
+    Attributes:
+        num_tokens: T, tokens on one rank; 0 is valid.
+        hidden_size: H, a multiple of 64.
+        intermediate_size: I of one routed expert, a multiple of 64.
+        num_experts: E, routed experts on all ranks.
+        topk: K, routes per token, 1…32. May exceed E, since a token may use an expert twice.
+        ep_size: EP, number of ranks; need not divide E.
+        shared_intermediate_size: I of the shared expert, a multiple of 64, or None for no such.
+
+    Raises ShapeError or DtypeError.
+    """
+
+    num_tokens: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    topk: int
+    ep_size: int = 1
+    shared_intermediate_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("num_tokens (T)", self.num_tokens, 0)
+        _require_int("num_experts (E)", self.num_experts, 1)
+        _require_int("ep_size (EP)", self.ep_size, 1)
+        _require_int("topk (K)", self.topk, 1)
+        if self.topk > MAX_TOPK:
+            raise ShapeError(
+                f"topk (K) must be at most {MAX_TOPK}",
+                self.topk,
+                "Split the token's experts over two layers, or lower K",
+            )
+        dims = {
+            "hidden_size (H)": self.hidden_size,
+            "intermediate_size (I)": self.intermediate_size,
+        }
+        if self.shared_intermediate_size is not None:
+            dims["shared_intermediate_size"] = self.shared_intermediate_size
+        for name, value in dims.items():
+            _require_int(name, value, 1)
+            if value % DIM_MULTIPLE:
+                raise ShapeError(
+                    f"{name} must be a multiple of {DIM_MULTIPLE}",
+                    value,
+                    f"Pad it with zeros to {-(-value // DIM_MULTIPLE) * DIM_MULTIPLE}",
+                )
+
+    @classmethod
+    def of_model(cls, model: ModelShape, num_tokens: int, ep_size: int = 1) -> Shape:
+        """The shape of one layer of a public model."""
+        return cls(
+            num_tokens,
+            model.hidden_size,
+            model.intermediate_size,
+            model.num_experts,
+            model.topk,
+            ep_size,
+            model.shared_intermediate_size,
+        )
+
+    def experts_on(self, rank: int) -> range:
+        """Global ids of the experts that live on ``rank``.
+
+        Experts are placed contiguously; the first E mod EP ranks hold one more.
+        """
+        if not 0 <= rank < self.ep_size:
+            raise ShapeError(f"rank must be in 0…{self.ep_size - 1}", rank)
+        base, extra = divmod(self.num_experts, self.ep_size)
+        start = rank * base + min(rank, extra)
+        return range(start, start + base + (rank < extra))
+
+    @property
+    def max_local_experts(self) -> int:
+        """The largest number of experts on any rank."""
+        return -(-self.num_experts // self.ep_size)
+
+
+def two_wave_minibatch(shape: Shape | ModelShape, num_sms: int, tile: int = 256) -> tuple[int, int]:
+    """The two-wave rule: least minibatch that gives gate+up and down two full waves each.
+
+    With output tiles of 128×256 on C SMs, a minibatch of MB rows has (MB/128)·(2I/256) tiles in
+    gate+up and (MB/128)·(H/256) in down. Both are at least 2C when
+    MB ≥ 2·C·128·256 / min(2I, H). Source: the MoK authors' post of August 2026.
+
+    Args:
+        num_sms: C, all SMs of the GPU.
+        tile: rows of a segment tile (128 on SM90, 256 on SM100 and SM103).
+
+    Returns:
+        (least number of rows, the same rounded up to a multiple of ``tile``).
+    """
+    _require_int("num_sms", num_sms, 1)
+    narrow = min(2 * shape.intermediate_size, shape.hidden_size)
+    exact = math.ceil(2 * num_sms * CTA_TILE_M * GEMM_TILE_N / narrow)
+    return exact, -(-exact // tile) * tile
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tunables. None of them changes a bit of any result.
+
+    Attributes:
+        fwd_num_comm_sms, bwd_num_comm_sms: SMs that communicate; used at EP > 1 or with MXFP8.
+        minibatch_size: rows that communication hands to compute at once; multiple of the tile
+            (128 rows on SM90, 256 on SM100 and SM103).
+        macrobatch_size: rows of the ring, a multiple of ``minibatch_size``.
+        schedule_capacity_multiplier: share of all tokens expected on one rank at most. It sizes
+            the launch only; more rows than that are still computed.
+        timeout_s: seconds after which a wait inside a kernel or a barrier gives up and reports.
+        reserved_sms: SMs that a persistent grid leaves to other kernels.
+        debug: check expert ids on the host (costs a synchronisation).
+
+    Raises ShapeError or DtypeError.
+    """
+
+    fwd_num_comm_sms: int
+    bwd_num_comm_sms: int
+    minibatch_size: int
+    macrobatch_size: int
+    schedule_capacity_multiplier: float = 0.5
+    timeout_s: float = 300.0
+    reserved_sms: int = 0
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _require_int("fwd_num_comm_sms", self.fwd_num_comm_sms, 1)
+        _require_int("bwd_num_comm_sms", self.bwd_num_comm_sms, 1)
+        _require_int("minibatch_size", self.minibatch_size, 1)
+        _require_int("macrobatch_size", self.macrobatch_size, 1)
+        _require_int("reserved_sms", self.reserved_sms, 0)
+        self._require_minibatch_multiple(min(TILE_ROWS.values()))
+        if self.macrobatch_size % self.minibatch_size:
+            raise ShapeError(
+                f"macrobatch_size must be a multiple of minibatch_size ({self.minibatch_size})",
+                self.macrobatch_size,
+            )
+        for name in ("schedule_capacity_multiplier", "timeout_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise DtypeError(f"{name} must be a number", f"{value!r}")
+            if not (math.isfinite(value) and value > 0):
+                raise ShapeError(f"{name} must be positive and finite", value)
+
+    def _require_minibatch_multiple(self, tile: int) -> None:
+        if self.minibatch_size % tile:
+            raise ShapeError(
+                f"minibatch_size must be a multiple of {tile}",
+                self.minibatch_size,
+                f"Use {-(-self.minibatch_size // tile) * tile}",
+            )
+
+    def check(self, arch: str, num_sms: int, num_comm_sms: int) -> None:
+        """Check what depends on the GPU.
+
+        Args:
+            num_comm_sms: the communicating SMs of this launch (0 where none communicates).
+
+        Raises:
+            ShapeError: the minibatch is not a multiple of the architecture's tile.
+            ResourceError: communicating and reserved SMs leave less than one compute cluster.
+        """
+        self._require_minibatch_multiple(tile_rows(arch))
+        cluster = CLUSTER_CTAS[arch]
+        usable = num_sms - self.reserved_sms
+        if num_comm_sms % cluster:
+            raise ShapeError(f"comm SMs must be a multiple of {cluster} on {arch}", num_comm_sms)
+        if num_comm_sms + cluster > usable:
+            raise ResourceError(
+                "comm SMs and one compute cluster must fit the usable SMs",
+                f"{num_comm_sms} comm + {cluster} > {usable} "
+                f"({num_sms} SMs, {self.reserved_sms} reserved)",
+                "Lower num_comm_sms or reserved_sms",
+            )
+
+    @classmethod
+    def suggest(cls, shape: Shape, device: Any) -> Config:
+        """A reasonable start: the two-wave minibatch, and a ring of at most 32 of them.
+
+        Args:
+            device: a machine name ("h200"), a CUDA ``torch.device``, or any object with ``arch``
+                and ``num_sms``.
+
+        Raises:
+            DeviceError: the device is no GPU, or an unsupported one.
+        """
+        arch, num_sms = _arch_and_sms(device)
+        tile = tile_rows(arch)
+        _, minibatch = two_wave_minibatch(shape, num_sms, tile)
+        # Balanced routing: a rank receives as many routes as it sends; each segment has a tail.
+        rows = shape.num_tokens * shape.topk + shape.max_local_experts * tile
+        ring = min(_RING_MINIBATCHES, max(1, -(-rows // minibatch)))
+        return cls(
+            fwd_num_comm_sms=_even(_FWD_COMM_FRACTION * num_sms),
+            bwd_num_comm_sms=_even(_BWD_COMM_FRACTION * num_sms),
+            minibatch_size=minibatch,
+            macrobatch_size=ring * minibatch,
+        )
+
+
+def _even(value: float) -> int:
+    return max(2, 2 * round(value / 2))
+
+
+def _arch_and_sms(device: Any) -> tuple[str, int]:
+    if isinstance(device, str) and not device.startswith(("cuda", "cpu")):
+        device = get_machine(device)
+    if hasattr(device, "arch") and hasattr(device, "num_sms"):
+        return device.arch, device.num_sms
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise DeviceError(
+            "Config.suggest needs a GPU", device, "Pass a machine name instead, such as 'h200'"
+        )
+    properties = torch.cuda.get_device_properties(device)
+    arch = f"sm_{properties.major}{properties.minor}a"
+    tile_rows(arch)
+    return arch, properties.multi_processor_count

@@ -1,0 +1,91 @@
+"""The mathematics of the layer, without schedule, ring, ranks or rounding points.
+
+``forward_loop`` is one token after the other in FP64, as plain as it can be; it shares no code with
+the scheduled reference. ``forward_oracle`` is the same, an expert at a time, for real sizes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mok.reference.cases import Case
+from mok.reference.precision import ieee_matmul
+
+_CHUNK_ROWS = 8192  # bounds the gate and up copies when one expert gets every token
+
+
+def forward_loop(case: Case) -> Tensor:
+    """Token by token in FP64. For small sizes. Returns FP64 [N, H]."""
+    limit = math.inf if case.swiglu_limit is None else case.swiglu_limit
+
+    def expert(token: Tensor, gate_w: Tensor, up_w: Tensor, down_w: Tensor) -> Tensor:
+        gate = torch.mv(gate_w.double(), token)
+        up = torch.mv(up_w.double(), token)
+        gate = torch.where(gate > limit, limit, gate)
+        up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
+        return torch.mv(down_w.double(), torch.nn.functional.silu(gate) * up)
+
+    rows = []
+    for x, ids, weights in zip(case.x, case.top_experts, case.router_weights, strict=True):
+        token = x.double()
+        out = torch.zeros_like(token)
+        if case.shared is not None:
+            out += expert(token, case.shared.gate[0], case.shared.up[0], case.shared.down[0])
+        for e, w in zip(ids.tolist(), weights, strict=True):
+            if e >= 0:
+                routed = case.routed
+                out += w.double() * expert(token, routed.gate[e], routed.up[e], routed.down[e])
+        rows.append(out)
+    return torch.stack(rows) if rows else case.x.double()
+
+
+def forward_oracle(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Expert by expert in ``dtype`` (FP32 without TF32, or FP64), nothing rounded to BF16 between.
+
+    Runs on the case's device. Returns ``dtype`` [N, H]. Repeats may differ in the last bits on a
+    GPU where a token uses an expert twice.
+    """
+
+    def ffn(x: Tensor, gate_w: Tensor, up_w: Tensor, down_w: Tensor) -> Tensor:
+        gate = x @ gate_w.t()
+        up = x @ up_w.t()
+        if case.swiglu_limit is not None:
+            gate = gate.clamp(max=case.swiglu_limit)
+            up = up.clamp(-case.swiglu_limit, case.swiglu_limit)
+        return (torch.nn.functional.silu(gate) * up) @ down_w.t()
+
+    out = torch.zeros(case.x.shape, dtype=dtype, device=case.x.device)
+    with ieee_matmul():
+        if case.shared is not None:
+            w = [t[0].to(dtype) for t in (case.shared.gate, case.shared.up, case.shared.down)]
+            for part in torch.arange(len(out), device=out.device).split(_CHUNK_ROWS):
+                out[part] = ffn(case.x[part].to(dtype), *w)
+        ids = case.top_experts.flatten()
+        order = ids.argsort(stable=True)
+        counts = torch.bincount(ids + 1, minlength=1 + case.routed.gate.shape[0]).tolist()
+        for e, routes in enumerate(order.split(counts)[1:]):  # the first part is the dropped ones
+            if not len(routes):
+                continue
+            w = [t[e].to(dtype) for t in (case.routed.gate, case.routed.up, case.routed.down)]
+            for part in routes.split(_CHUNK_ROWS):
+                token = part // case.top_experts.shape[1]
+                y = ffn(case.x[token].to(dtype), *w)
+                y *= case.router_weights.flatten()[part].to(dtype).unsqueeze(1)
+                out.index_add_(0, token, y)
+    return out
+
+
+def relative_l2(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖ in FP64; 0 if both are zero, infinite if only expected is.
+
+    NaN anywhere gives NaN, which no limit admits.
+    """
+    expected = expected.double()
+    difference = float((found.double() - expected).norm())
+    size = float(expected.norm())
+    if size == 0:
+        return 0.0 if difference == 0 else difference * math.inf
+    return difference / size

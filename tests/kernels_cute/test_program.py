@@ -1,0 +1,159 @@
+"""The task program covers all work once, and every wait is on earlier work."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mok.kernels_cute.program import (
+    COMBINE,
+    DISPATCH,
+    DOWN,
+    END,
+    SHARED_DOWN,
+    SHARED_UP,
+    UP,
+    Forward,
+    Tile,
+)
+
+
+@st.composite
+def programs(draw):
+    tile = Tile(m=draw(st.sampled_from([128, 256])), group_m=draw(st.integers(1, 20)))
+    minibatch = tile.m * draw(st.integers(1, 5))
+    return Forward(
+        rows=tile.m * draw(st.integers(0, 40)),
+        tokens=draw(st.integers(0, 700)),
+        hidden=64 * draw(st.integers(1, 12)),
+        intermediate=64 * draw(st.integers(1, 12)),
+        shared_intermediate=64 * draw(st.integers(0, 5)),
+        minibatch=minibatch,
+        macrobatch=minibatch * draw(st.integers(1, 5)),
+        tile=tile,
+    )
+
+
+def ordered(p: Forward):
+    """The total order of the module's docstring, written out naively."""
+    seq = [("shared_up", b, n) for b in range(p.shared_blocks) for n in range(p.shared_n_up)]
+    seq += [("shared_down", b, n) for b in range(p.shared_blocks) for n in range(p.n_down)]
+    macros = [
+        [s for s in range(m * p.ring_mbs, (m + 1) * p.ring_mbs) if s < p.minibatches]
+        for m in range(p.macrobatches)
+    ]
+    processing = [s for macro in reversed(macros) for s in macro]
+
+    def blocks(s):
+        return range(s * p.mb_blocks, s * p.mb_blocks + p.blocks_in(s))
+
+    for s in processing:
+        if p.previous(s) >= p.minibatches:
+            seq += [("dispatch", b, 0) for b in blocks(s)]
+    for s in processing:
+        seq += [("up", b, n) for b in blocks(s) for n in range(p.n_up)]
+        seq += [("down", b, n) for b in blocks(s) for n in range(p.n_down)]
+        seq += [("combine", b, 0) for b in blocks(s)]
+        if s - p.ring_mbs >= 0:
+            seq += [("dispatch", b, 0) for b in blocks(s - p.ring_mbs)]
+    return seq
+
+
+NAMES = {SHARED_UP: "shared_up", SHARED_DOWN: "shared_down", UP: "up", DOWN: "down"}
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs())
+def test_decoders_follow_the_total_order(p):
+    seq = ordered(p)
+    phase = Counter()  # position of a phase in the naive order, by (kind, minibatch)
+    for i, (name, b, _) in enumerate(seq):
+        key = (name, b // p.mb_blocks if not name.startswith("shared") else 0)
+        phase.setdefault(key, i)
+    tasks = [p.task(t) for t in range(p.tasks)]
+    assert p.task(p.tasks).kind == END and p.task(p.tasks + 5).kind == END
+    got = Counter((NAMES[t.kind], t.block, t.n) for t in tasks)
+    assert got == Counter(x for x in seq if x[0] not in ("dispatch", "combine"))
+    where = [phase[NAMES[t.kind], t.minibatch if t.kind in (UP, DOWN) else 0] for t in tasks]
+    assert where == sorted(where)
+    for t in tasks:
+        if t.kind in (UP, DOWN):
+            assert t.minibatch == t.block // p.mb_blocks
+    items = [p.item(i) for i in range(p.items)]
+    names = {DISPATCH: "dispatch", COMBINE: "combine"}
+    want = Counter()
+    for name, b, _ in seq:
+        if name in ("dispatch", "combine"):
+            for i in range(p.items_per_block):
+                want[name, b * p.tile.m + i * p.tile.comm_m] += 1
+    assert Counter((names[i.kind], i.row) for i in items) == want
+    where = [phase[names[i.kind], i.minibatch] for i in items]
+    assert where == sorted(where)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_runs_to_the_end_with_few_workers(p, compute, comm, rng):
+    """A greedy machine with in-order workers finishes, for any order in which workers move."""
+    done: Counter = Counter()
+
+    def ready(kind, block, s):
+        previous = p.previous(s)
+        has_previous = previous < p.minibatches
+        if kind == "up":
+            return done["x", s] >= p.x_ready_target(s) and (
+                not has_previous or done["y", previous] >= p.y_ready_target(previous)
+            )
+        if kind == "down":
+            return done["hidden", block] >= p.hidden_ready_target() and (
+                not has_previous or done["free", previous] >= p.y_free_target(previous)
+            )
+        if kind == "combine":
+            return done["y", s] >= p.y_ready_target(s)
+        if kind == "dispatch":
+            return not has_previous or done["y", previous] >= p.y_ready_target(previous)
+        if kind == "shared_down":
+            return done["shared", block] >= p.shared_n_up
+        return True
+
+    signal = {
+        "up": "hidden",
+        "down": "y",
+        "combine": "free",
+        "dispatch": "x",
+        "shared_up": "shared",
+    }
+    tickets = {"compute": 0, "comm": 0}
+    held = {("compute", i): None for i in range(compute)} | {("comm", i): None for i in range(comm)}
+
+    def draw(role):
+        n = tickets[role]
+        tickets[role] += 1
+        if role == "compute":
+            t = p.task(n)
+            return None if t.kind == END else (NAMES[t.kind], t.block, t.minibatch)
+        if n >= p.items:
+            return None
+        i = p.item(n)
+        return ("dispatch" if i.kind == DISPATCH else "combine", i.row // p.tile.m, i.minibatch)
+
+    for worker in held:
+        held[worker] = draw(worker[0])
+    while any(held.values()):
+        able = [w for w, task in held.items() if task and ready(*task)]
+        assert able, f"deadlock: {held}"
+        worker = rng.choice(able)
+        kind, block, s = held[worker]
+        if kind in signal:
+            done[signal[kind], block if kind in ("up", "shared_up") else s] += 1
+        held[worker] = draw(worker[0])
+
+
+@pytest.mark.parametrize("rows", [128, 1280, 1408])
+def test_wraps_reuse_slots_in_processing_order(rows):
+    p = Forward(rows, 0, 64, 64, 0, 256, 512, Tile())
+    order = [p.minibatch_at(i) for i in range(p.minibatches)]
+    for s in order:
+        if p.previous(s) < p.minibatches:
+            assert order.index(p.previous(s)) < order.index(s)

@@ -1,0 +1,157 @@
+"""The backward program covers all work once; every wait is on earlier work, so nothing can deadlock."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mok.kernels_cute.backward import program as pb
+from mok.kernels_cute.program import Tile
+from mok.kernels_cute.backward.program import Backward, make_plan
+
+
+@st.composite
+def cases(draw):
+    tile = Tile(m=128, group_m=draw(st.integers(1, 18)))
+    minibatch = tile.m * draw(st.integers(1, 4))
+    experts = draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 20]), min_size=1, max_size=8))
+    p = Backward(
+        rows=tile.m * sum(experts),
+        tokens=draw(st.integers(0, 500)),
+        hidden=64 * draw(st.integers(1, 9)),
+        intermediate=64 * draw(st.integers(1, 9)),
+        shared_intermediate=64 * draw(st.integers(0, 5)),
+        experts=len(experts),
+        minibatch=minibatch,
+        macrobatch=minibatch * draw(st.integers(1, 4)),
+        tile=tile,
+    )
+    return p, experts, make_plan(p, experts)
+
+
+def task(p, plan, ticket):
+    bases = plan.tables[pb.TASK_BASE]
+    if ticket < p.shared_tasks:
+        return p.shared_task(ticket)
+    if ticket >= bases[p.minibatches]:
+        placed = plan.tables[pb.GROUP_BASE][p.minibatches]
+        kind, m, n, group = p.weight_task(ticket - bases[p.minibatches])
+        return pb.Task(kind, 0, m, n, p.minibatches, placed + group)
+    s = max(i for i in range(p.minibatches) if bases[i] <= ticket)
+    return p.routed_task(s, ticket - bases[s], plan.tables[pb.GROUP_BASE][s])
+
+
+def item(p, plan, index):
+    at, within = divmod(index, p.items_per_block)
+    bases = plan.tables[pb.ITEM_BASE]
+    if at < p.first_blocks:
+        return p.first_item(at, within)
+    s = max(i for i in range(p.minibatches) if bases[i] <= at)
+    return p.item_in(s, at - bases[s], within, plan.tables[pb.FREE_BASE][s])
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_all_work_once(case):
+    p, experts, plan = case
+    empties = experts.count(0)
+    total = p.total_tasks(plan.tables[pb.TASK_BASE][p.minibatches], empties)
+    tasks = [task(p, plan, t) for t in range(total)]
+    got = Counter((t.kind, t.block, t.n) for t in tasks if t.kind in (pb.REPLAY, pb.DDOWN, pb.DX))
+    want = Counter()
+    for b in range(p.blocks):
+        if b // p.mb_blocks >= p.ring_mbs:
+            want.update((pb.REPLAY, b, n) for n in range(p.n_up))
+        want.update((pb.DDOWN, b, n) for n in range(p.n_ddown))
+        want.update((pb.DX, b, n) for n in range(p.n_dx))
+    assert got == want
+    weights = Counter((t.kind, t.m, t.n, t.group) for t in tasks if pb.WDOWN <= t.kind <= pb.WUP)
+    want = Counter()
+    for g in range(len(plan.groups)):
+        want.update((pb.WDOWN, m, n, g) for m in range(p.wdown_m) for n in range(p.wdown_n))
+        for kind in (pb.WGATE, pb.WUP):
+            want.update((kind, m, n, g) for m in range(p.wgate_m) for n in range(p.wgate_n))
+    assert weights == want
+    assert sum(g[2] - g[1] for g in plan.groups) == p.blocks
+    shared = Counter((t.kind - pb.SHARED, t.block, t.m, t.n) for t in tasks if t.kind > pb.SHARED)
+    assert max(shared.values(), default=1) == 1 and sum(shared.values()) == p.shared_tasks
+    items = Counter(item(p, plan, i)[:2] for i in range(p.items))
+    want = Counter()
+    for row in range(0, p.blocks * p.tile.m, p.tile.comm_m):
+        want.update([(pb.DISPATCH, row), (pb.PUSH, row)])
+    assert items == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_runs_to_the_end_with_few_workers(case, compute, comm, rng):
+    p, experts, plan = case
+    done = Counter()
+    total = p.total_tasks(plan.tables[pb.TASK_BASE][p.minibatches], experts.count(0))
+
+    def free(s):
+        return s < 0 or done["free", s] >= p.free_target(s, plan.tables[pb.OVERLAPS][s])
+
+    def ready(t):
+        if isinstance(t, pb.Item):
+            previous = t.minibatch - p.ring_mbs
+            if t.kind == pb.DISPATCH:
+                return free(previous)
+            return done["dx", t.minibatch] >= p.dx_target(t.minibatch)
+        previous = t.minibatch - p.ring_mbs
+        pushed = previous < 0 or done["push", previous] >= p.dispatch_target(previous)
+        arrived = done["dispatch", t.minibatch] >= p.dispatch_target(t.minibatch)
+        if t.kind == pb.REPLAY:
+            return arrived and free(previous)
+        if t.kind == pb.DDOWN:
+            replayed = previous < 0 or done["replay", t.block] >= p.n_up
+            return arrived and replayed and pushed
+        if t.kind == pb.DX:
+            return pushed and done["ddown", t.block] >= p.n_ddown
+        if pb.WDOWN <= t.kind <= pb.WUP:
+            _, first, end, earlier, _ = plan.groups[t.group]
+            return all(done["ddown", b] >= p.n_ddown for b in range(first, end)) and (
+                not earlier or done["group", t.group - 1] >= p.group_tasks
+            )
+        if t.kind == pb.SHARED + pb.DX:
+            return done["shared", t.block] >= p.shared_n_ddown
+        if t.kind > pb.SHARED + pb.DX:
+            return all(done["shared", b] >= p.shared_n_ddown for b in range(p.shared_blocks))
+        return True
+
+    def finish(t):
+        if isinstance(t, pb.Item):
+            done["dispatch" if t.kind == pb.DISPATCH else "push", t.minibatch] += 1
+        elif t.kind == pb.REPLAY:
+            done["replay", t.block] += 1
+        elif t.kind == pb.DDOWN:
+            done["ddown", t.block] += 1
+        elif t.kind == pb.DX:
+            done["dx", t.minibatch] += 1
+            done["free", t.minibatch] += 1
+        elif t.kind == pb.SHARED + pb.DDOWN:
+            done["shared", t.block] += 1
+        elif pb.WDOWN <= t.kind <= pb.WUP:
+            done["group", t.group] += 1
+            _, first, end, _, _ = plan.groups[t.group]
+            for s in range(first // p.mb_blocks, (end - 1) // p.mb_blocks + 1 if end else 0):
+                done["free", s] += 1
+
+    drawn = {"compute": 0, "comm": 0}
+    limit = {"compute": total, "comm": p.items}
+
+    def draw(role):
+        n = drawn[role]
+        drawn[role] += 1
+        if n >= limit[role]:
+            return None
+        return task(p, plan, n) if role == "compute" else item(p, plan, n)
+
+    held = {("compute", i): draw("compute") for i in range(compute)}
+    held |= {("comm", i): draw("comm") for i in range(comm)}
+    while any(held.values()):
+        able = [w for w, t in held.items() if t and ready(t)]
+        assert able, f"deadlock: {held}"
+        worker = rng.choice(able)
+        finish(held[worker])
+        held[worker] = draw(worker[0])

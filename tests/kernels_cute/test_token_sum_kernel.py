@@ -1,0 +1,129 @@
+"""The token sum: its code on any machine, its bits on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from mok.kernels_cute.token_sum import ROUTES_IN_FLIGHT, THREADS, token_sum_ctas
+from mok.reference import token_sum
+from tests.helpers import kernel, opcodes, run_token_sum
+
+CONFIGS = [
+    {"has_shared": shared, "has_index": index, "ids_bits": bits}
+    for shared in (False, True)
+    for index, bits in ((True, 32), (False, 32), (False, 64))
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_code(arch, config):
+    built = kernel("token_sum", arch, **config)
+    (found,) = built.resources.kernels
+    assert found.spill_bytes == 0 and found.stack_bytes == 0
+    assert found.registers <= 85  # 3 CTAs of 256 threads per SM: 96 KB of loads in flight
+    assert not built.resources.warnings
+    count = opcodes(built.ptx)
+    wide = "ld.global.L1::no_allocate.v4.b32"
+    # The shared row is loaded once; the compiler may keep a second copy for K = 0.
+    assert count[wide] - ROUTES_IN_FLIGHT in ((1, 2) if config["has_shared"] else (0,))
+    assert count["fma.rn.f32"] == 8 * ROUTES_IN_FLIGHT
+    assert "st.global.b32" not in count and count["st.global.v4.b32"] >= 1
+    for contracted in ("add.f32", "add.rn.f32", "mul.f32", "mul.rn.f32", "fma.f32"):
+        assert contracted not in count
+    # The data loads of a group are issued together.
+    lines = built.ptx.splitlines()
+    loads = [i for i, line in enumerate(lines) if wide in line]
+    groups = [loads[i : i + ROUTES_IN_FLIGHT] for i in range(len(loads) - ROUTES_IN_FLIGHT + 1)]
+    assert any(
+        not any("bra" in line or "fma" in line for line in lines[group[0] : group[-1]])
+        for group in groups
+    )
+
+
+def test_grid():
+    assert token_sum_ctas(1, 64, 132) == 1
+    assert token_sum_ctas(16384, 2048, 132) == 32 * 132
+    assert token_sum_ctas(1000, 2048, 132) == 1000 * 256 // THREADS
+
+
+def make(num_tokens, hidden, topk, num_experts, seed=0, drop=0.2):
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, num_experts, (num_tokens, topk), generator=rng)
+    ids[torch.rand(num_tokens, topk, generator=rng) < drop] = -1
+    weights = torch.randn(num_tokens, topk, generator=rng)
+    y = torch.randn(num_tokens * topk, hidden, generator=rng).bfloat16()
+    y[ids.flatten() < 0] = torch.nan  # never read
+    shared = torch.randn(num_tokens, hidden, generator=rng).bfloat16()
+    return ids, weights, y, shared
+
+
+def check(shape, device, has_shared, **options):
+    num_tokens, hidden, topk = shape
+    ids, weights, y, shared = make(num_tokens, hidden, topk, 10)
+    y_shared = shared if has_shared else None
+    want = token_sum(y, weights, ids, y_shared)
+    assert not want.isnan().any()
+    on = {"router_weights": weights.to(device), "num_experts": 10, **options}
+    on["y_shared"] = None if y_shared is None else y_shared.to(device)
+
+    by_slot = run_token_sum(y.to(device), top_experts=ids.to(device), **on)
+    assert torch.equal(by_slot.cpu(), want)
+    by_slot = run_token_sum(y.to(device), top_experts=ids.int().to(device), **on)
+    assert torch.equal(by_slot.cpu(), want)
+
+    # The same rows in another order, found by an index.
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1))
+    rows = torch.full((max(order.numel(), 1), hidden), torch.nan, dtype=torch.bfloat16)
+    rows[order] = y
+    index = torch.where(ids.flatten() < 0, -1, order).int()
+    by_index = run_token_sum(rows.to(device), route_row=index.to(device), **on)
+    assert torch.equal(by_index.cpu(), want)
+
+
+SHAPES = [(1, 64, 1), (3, 64 * 5, 2), (7, 2048, 8), (255, 7168, 8), (33, 64 * 13, 9), (20, 128, 32)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_equal_the_reference(shape, has_shared):
+    check(shape, "cuda", has_shared)
+    check(shape, "cuda", has_shared, num_ctas=2)  # several vectors per thread
+
+
+@pytest.mark.gpu
+def test_bad_ids_are_skipped_and_nan_weights_propagate():
+    nan_weights_and_bad_ids("cuda")
+
+
+def nan_weights_and_bad_ids(device):
+    ids, weights, y, _ = make(6, 128, 4, 10, drop=0.0)
+    ids[2, 1] = 10  # as staging does, the sum treats it as dropped
+    ids[3, 0] = -5
+    y[[2 * 4 + 1, 3 * 4]] = torch.nan
+    weights[4, 2] = torch.nan
+    weights[3, 0] = torch.nan
+    got = run_token_sum(
+        y.to(device),
+        weights.to(device),
+        num_experts=10,
+        top_experts=ids.to(device),
+    ).cpu()
+    assert got[4].isnan().all()
+    good = torch.tensor([0, 1, 2, 3, 5])
+    want = token_sum(y, weights, torch.where((ids < 0) | (ids > 9), -1, ids), None)
+    assert torch.equal(got[good], want[good])
+    assert not got[good].isnan().any()
+
+
+@pytest.mark.gpu
+def test_rows_beyond_2_31_elements():
+    hidden, rows = 4096, 2**19 + 8
+    y = torch.empty(rows, hidden, dtype=torch.bfloat16, device="cuda")
+    y[-1] = 3.0
+    index = torch.tensor([rows - 1], dtype=torch.int32, device="cuda")
+    weights = torch.full((1, 1), 0.5, device="cuda")
+    got = run_token_sum(y, weights, num_experts=1, route_row=index)
+    assert (got == 1.5).all()

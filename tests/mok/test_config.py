@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mok.config import Config, Shape, tile_rows, two_wave_minibatch
+from mok.errors import DeviceError, DtypeError, MokError, ResourceError, ShapeError
+from mok.models import MACHINES, MODELS, Machine
+
+GOOD = dict(num_tokens=16, hidden_size=128, intermediate_size=64, num_experts=8, topk=2)
+CONFIG = dict(fwd_num_comm_sms=4, bwd_num_comm_sms=4, minibatch_size=256, macrobatch_size=512)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (dict(hidden_size=100), "multiple of 64"),
+        (dict(hidden_size=0), "at least 1"),
+        (dict(intermediate_size=96), "multiple of 64"),
+        (dict(shared_intermediate_size=32), "multiple of 64"),
+        (dict(topk=0), "at least 1"),
+        (dict(topk=33), "at most 32"),
+        (dict(num_experts=0), "at least 1"),
+        (dict(ep_size=0), "at least 1"),
+        (dict(num_tokens=-1), "at least 0"),
+    ],
+)
+def test_shape_limits(change, rule):
+    with pytest.raises(ShapeError, match=rule):
+        Shape(**GOOD | change)
+
+
+@pytest.mark.parametrize("value", [64.0, "64", True, None])
+def test_sizes_are_ints(value):
+    with pytest.raises(DtypeError, match=r"hidden_size \(H\) must be an int"):
+        Shape(**GOOD | dict(hidden_size=value))
+
+
+@pytest.mark.parametrize(
+    "change", [dict(num_tokens=0), dict(topk=32), dict(ep_size=72), dict(hidden_size=64 * 7)]
+)
+def test_shape_accepts_the_corners(change):
+    Shape(**GOOD | change)
+
+
+@given(st.integers(1, 600), st.integers(1, 80))
+def test_experts_are_placed_contiguously_and_evenly(num_experts, ep_size):
+    shape = Shape(1, 64, 64, num_experts, 1, ep_size)
+    ranges = [shape.experts_on(rank) for rank in range(ep_size)]
+    assert [e for r in ranges for e in r] == list(range(num_experts))
+    counts = [len(r) for r in ranges]
+    assert counts == sorted(counts, reverse=True)
+    assert max(counts) - min(counts) <= 1
+    assert max(counts) == shape.max_local_experts
+
+
+def test_experts_on_rejects_a_foreign_rank():
+    with pytest.raises(ShapeError, match="rank must be in 0…0"):
+        Shape(**GOOD).experts_on(1)
+
+
+def test_two_wave_rule_of_the_example():
+    assert two_wave_minibatch(MODELS["kimi-k2.5"], 148) == (2368, 2560)
+    assert two_wave_minibatch(MODELS["kimi-k2.5"], 132, tile=128) == (2112, 2176)
+
+
+@given(st.sampled_from(list(MODELS.values())), st.integers(1, 200), st.sampled_from([128, 256]))
+def test_two_wave_rule_is_the_least_that_fills_two_waves(model, num_sms, tile):
+    exact, rounded = two_wave_minibatch(model, num_sms, tile)
+
+    def two_waves(rows):
+        return all(
+            rows / 128 * width / 256 >= 2 * num_sms
+            for width in (2 * model.intermediate_size, model.hidden_size)
+        )
+
+    assert two_waves(exact) and not two_waves(exact - 1)
+    assert rounded % tile == 0 and exact <= rounded < exact + tile
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (dict(fwd_num_comm_sms=0), "fwd_num_comm_sms must be at least 1"),
+        (dict(bwd_num_comm_sms=-2), "bwd_num_comm_sms must be at least 1"),
+        (dict(minibatch_size=100, macrobatch_size=100), "multiple of 128"),
+        (dict(macrobatch_size=640), "multiple of minibatch_size"),
+        (dict(macrobatch_size=0), "at least 1"),
+        (dict(schedule_capacity_multiplier=0.0), "positive and finite"),
+        (dict(schedule_capacity_multiplier=float("inf")), "positive and finite"),
+        (dict(timeout_s=float("nan")), "positive and finite"),
+        (dict(timeout_s="5"), "must be a number"),
+        (dict(reserved_sms=-1), "at least 0"),
+    ],
+)
+def test_config_limits(change, rule):
+    with pytest.raises((ShapeError, DtypeError), match=rule):
+        Config(**CONFIG | change)
+
+
+def test_config_check_against_the_gpu():
+    Config(**CONFIG).check("sm_100a", 6, 4)
+    with pytest.raises(ResourceError, match=r"4 comm \+ 2 > 5"):
+        Config(**CONFIG).check("sm_100a", 5, 4)
+    with pytest.raises(ResourceError, match="reserved"):
+        Config(**CONFIG, reserved_sms=3).check("sm_90a", 7, 4)
+    Config(**CONFIG, reserved_sms=2).check("sm_90a", 7, 4)
+    small = Config(**CONFIG | dict(minibatch_size=128))
+    small.check("sm_90a", 132, 4)
+    with pytest.raises(ShapeError, match="multiple of 256"):
+        small.check("sm_100a", 148, 4)
+    with pytest.raises(ShapeError, match="multiple of 2 on sm_100a"):
+        Config(**CONFIG).check("sm_100a", 148, 3)
+    with pytest.raises(DeviceError, match="sm_80"):
+        Config(**CONFIG).check("sm_80", 108, 4)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=lambda m: m.name)
+@pytest.mark.parametrize("machine", ["h200", "b200", "gb300"])
+def test_suggest_is_valid_everywhere(model, machine):
+    m = MACHINES[machine]
+    for num_tokens in (0, 1, 4096, 65536):
+        config = Config.suggest(Shape.of_model(model, num_tokens, 8), machine)
+        config.check(m.arch, m.num_sms, config.fwd_num_comm_sms)
+        config.check(m.arch, m.num_sms, config.bwd_num_comm_sms)
+        tile = tile_rows(m.arch)
+        assert config.minibatch_size == two_wave_minibatch(model, m.num_sms, tile)[1]
+
+
+def test_suggest_takes_any_device_description():
+    shape = Shape(**GOOD)
+    assert Config.suggest(shape, Machine("x", 132, "sm_90a", "")) == Config.suggest(shape, "h200")
+    # The reference system's defaults come back on its own machine.
+    kimi = Config.suggest(Shape.of_model(MODELS["kimi-k2.5"], 8192), "b200")
+    assert (kimi.fwd_num_comm_sms, kimi.bwd_num_comm_sms, kimi.minibatch_size) == (40, 28, 2560)
+    with pytest.raises(DeviceError, match="needs a GPU"):
+        Config.suggest(shape, torch.device("cpu"))
+    with pytest.raises(MokError, match="known one"):
+        Config.suggest(shape, "v100")

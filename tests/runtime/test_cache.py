@@ -1,0 +1,159 @@
+"""The cache folder: whole entries, one writer, nothing foreign."""
+
+import multiprocessing
+import os
+import stat
+import time
+import warnings
+
+import pytest
+
+from mok.runtime.cache import CacheFolder, default_folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CacheFolder(tmp_path / "cache")
+
+
+FILES = {"kernel.o": b"\x7fELF", "kernel.ptx": b"ret;"}
+
+
+def test_write_then_read(folder):
+    assert folder.read("a") is None
+    assert folder.write("a", {"n": 1}, FILES)
+    assert folder.read("a") == ({"n": 1}, FILES)
+    assert stat.S_IMODE(folder.root.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.path("a", "kernel.o").stat().st_mode) == 0o600
+    assert sorted(p.name for p in folder.root.iterdir()) == ["a"]  # nothing half-built
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "meta", "missing", "empty"])
+def test_a_damaged_entry_is_absent_and_can_be_rewritten(folder, damage):
+    folder.write("a", {}, FILES)
+    path = folder.path("a", "meta.json" if damage == "meta" else "kernel.o")
+    if damage == "missing":
+        path.unlink()
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "truncate":
+        path.write_bytes(path.read_bytes()[:2])
+    else:
+        content = bytearray(path.read_bytes())
+        content[1] ^= 0xFF
+        path.write_bytes(content)
+    assert folder.read("a") is None
+    assert folder.write("a", {}, FILES)
+    assert folder.read("a") == ({}, FILES)
+
+
+@pytest.mark.parametrize("which", ["root", "entry", "file"])
+def test_what_others_may_write_is_refused(folder, which):
+    folder.write("a", {}, FILES)
+    target = {
+        "root": folder.root,
+        "entry": folder.path("a", ""),
+        "file": folder.path("a", "kernel.o"),
+    }[which]
+    os.chmod(target, 0o777)
+    with pytest.warns(RuntimeWarning, match="written by others"):
+        assert folder.read("a") is None
+    if which == "root":
+        assert not folder.write("b", {}, FILES)
+
+
+@pytest.mark.parametrize("which", ["root", "entry", "file"])
+def test_what_another_user_owns_is_refused(folder, which, monkeypatch):
+    folder.write("a", {}, FILES)
+    if os.geteuid() == 0:
+        target = {
+            "root": folder.root,
+            "entry": folder.path("a", ""),
+            "file": folder.path("a", "kernel.o"),
+        }[which]
+        os.chown(target, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    with pytest.warns(RuntimeWarning, match="belongs to user"):
+        assert folder.read("a") is None
+
+
+def test_links_are_refused(folder, tmp_path):
+    folder.write("a", {}, FILES)
+    path = folder.path("a", "kernel.o")
+    elsewhere = tmp_path / "elsewhere.o"
+    elsewhere.write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(elsewhere)
+    assert folder.read("a") is None
+
+
+def test_read_only_folder_reads_and_warns_once(folder, monkeypatch):
+    folder.write("a", {}, FILES)
+    real_open = os.open
+
+    def read_only(path, flags, *rest, **keywords):
+        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            raise OSError(30, "Read-only file system", str(path))
+        return real_open(path, flags, *rest, **keywords)
+
+    monkeypatch.setattr(os, "open", read_only)
+    assert folder.read("a") == ({}, FILES)
+    with pytest.warns(RuntimeWarning, match="Read-only file system"), folder.lock("b") as locked:
+        assert not locked
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not folder.write("b", {}, FILES)
+    assert folder.read("b") is None
+
+
+def test_unusable_base_is_not_fatal(tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = CacheFolder(tmp_path / "file")  # a file where the folder should be
+    with pytest.warns(RuntimeWarning, match="not used"), folder.lock("a") as locked:
+        assert not locked
+    assert folder.read("a") is None
+    assert not folder.write("a", {}, FILES)
+
+
+def _hold_lock(base, entered, order):
+    folder = CacheFolder(base)
+    with folder.lock("a"):
+        order.append("in")
+        entered.set()
+        time.sleep(0.2)
+        order.append("out")
+
+
+def test_one_writer_at_a_time(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        order, entered = manager.list(), context.Event()
+        workers = [
+            context.Process(target=_hold_lock, args=(tmp_path, entered, order)) for _ in range(3)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(30)
+            assert worker.exitcode == 0
+        assert list(order) == ["in", "out"] * 3
+
+
+def test_killed_writers_leave_nothing_for_long(folder):
+    folder.write("a", {}, FILES)
+    leftover = folder.root / ".a.1.abcd"
+    leftover.mkdir()
+    folder.write("a", {}, FILES)
+    assert leftover.exists()  # might belong to a living writer
+    os.utime(leftover, (1, 1))
+    folder.write("a", {}, FILES)
+    assert not leftover.exists()
+
+
+def test_default_folder(monkeypatch):
+    monkeypatch.setenv("MOK_CACHE_DIR", "/x/y")
+    assert str(default_folder()) == "/x/y"
+    monkeypatch.delenv("MOK_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert str(default_folder()) == "/xdg/mok"
