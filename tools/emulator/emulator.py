@@ -96,6 +96,11 @@ class Emulator:
         interceptor = Interceptor(self._launch, self.arch, self.num_sms)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(interceptor.active())
+        try:
+            from mok.runtime.launch import set_active_emulator
+        except ImportError:  # the emulator also serves kernels outside this package
+            return self
+        self._stack.callback(set_active_emulator, set_active_emulator(self))
         return self
 
     def __exit__(
@@ -108,7 +113,11 @@ class Emulator:
         self._stack.close()
         self._stack = None
 
-    def launch(self, ptx: str, request: LaunchRequest) -> None:
+    def launch(self, compiled: Any, args: tuple[Any, ...]) -> None:
+        """Calls what ``cute.compile`` returned: the entry point of ``mok.runtime.launch``."""
+        compiled(*args)
+
+    def run_ptx(self, ptx: str, request: LaunchRequest) -> None:
         """Runs one kernel of a PTX module."""
         start = time.perf_counter()
         program = translate(ptx, request.kernel)
@@ -149,7 +158,7 @@ class Emulator:
                 "an emulated function must carry its PTX", request.kernel,
                 "compile it inside the emulator's context, or with cute.KeepPTX",
             )
-        self.launch(ptx, request)
+        self.run_ptx(ptx, request)
 
 
 def handlers() -> Iterator[tuple[str, Any]]:
