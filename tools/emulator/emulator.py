@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mok.tools.emulator import encode_mem, encode_ops, tma, wgmma  # noqa: F401
+from mok.tools.emulator import clc, encode_mem, encode_ops, tcgen05, tma, wgmma  # noqa: F401
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.encode import Encoder, Program
 from mok.tools.emulator.errors import EmulatorError, LaunchError
@@ -164,4 +164,5 @@ class Emulator:
 def handlers() -> Iterator[tuple[str, Any]]:
     """Python handlers of all asynchronous instructions."""
     yield from tma.HANDLERS.items()
-    yield from wgmma.HANDLERS.items()
+    for module in (wgmma, tcgen05, clc):
+        yield from module.HANDLERS.items()

@@ -431,6 +431,12 @@ class Machine(BulkOps):
         self.next_cluster += 1
         return self.next_cluster - 1
 
+    def cancel_cluster(self) -> int | None:
+        """Number of a pending cluster that a CLC query takes over, or None when it fails."""
+        if self.seed is not None and self.engine.random.random() < 0.05:
+            return None  # the hardware may refuse with clusters pending
+        return self.take_cluster()
+
     def _cta_done(self, cta: Cta) -> None:
         cta.state[L.C_INDEX] = -1
         for w in cta.warps:

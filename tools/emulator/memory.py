@@ -89,6 +89,7 @@ def resolve(X, W, space, addr, size, lane):
         else:
             return fault(W, F_BAD_SPACE, addr, lane, size)
     if space == SP_SHARED:
+        addr &= 0xFFFFFFFF  # shared addresses are 32-bit: base plus offset wraps
         cta = ld64(W + 8 * W_CTA)
         cluster = ld64(cta + 8 * C_CLUSTER)
         rank = addr >> RANK_SHIFT
