@@ -535,7 +535,7 @@ class _Call:
             w.heap.stride,
             w.counter_words.data_ptr(),
             w.records.wait_address(rank),
-            w.timeout_ns,
+            int(self.config.timeout_s * 1e9),
             T,
             H,
             I,

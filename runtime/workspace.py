@@ -65,8 +65,7 @@ class Ring:
     @property
     def slots(self) -> int:
         """Minibatches that the ring holds at once."""
-        config = self._workspace.config
-        return config.macrobatch_size // config.minibatch_size
+        return self._workspace.sizes.ring // self._workspace.config.minibatch_size
 
     def state(self, program: Forward | None = None) -> list[MinibatchState]:
         """Every minibatch that a counter has moved for, or all of a given program."""
@@ -155,6 +154,7 @@ class Workspace:
         self.arch = arch or _arch(self.device)
         self.closed = False
         self.call = 0
+        self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
         self.sizes = plan_workspace(shape, config, max_tokens, self.arch)
         sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.topk]
