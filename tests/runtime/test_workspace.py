@@ -216,6 +216,9 @@ def test_bad_ids_are_named_and_forgiven(make):
     with pytest.raises(RouteError, match=r"0…5; found -7 for token 33, k 1 of rank 1"):
         workspace.check()
     workspace.check()
+    block(workspace, 0, "route", [1, 0, 2, 0, 5, 256, 6, 0])  # 64-bit ids are shown whole
+    with pytest.raises(RouteError, match="found 1099511627781 for token 2"):
+        workspace.check()
     block(workspace, 0, "route", [2, 0, 0, 0, 5000, 0, 1024, 0])
     with pytest.raises(CapacityError, match=r"1024 rows.*5000"):
         workspace.check()
