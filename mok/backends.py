@@ -182,7 +182,10 @@ def _prepare_kernel(
         device=device,
         max_tokens=max(shape.num_tokens, 1),
         hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
         topk=shape.topk,
+        shared_intermediate_size=shape.shared_intermediate_size,
     )
     # One entry per rank of this process; with one rank, plain tensors.
     placement = [shape.experts_on(r) for r in range(ep_size)]
@@ -213,6 +216,7 @@ def _prepare_kernel(
             each([r.up for r in routed]),
             each([r.down for r in routed]),
             swiglu_limit=case.swiglu_limit,
+            save_context=False,
         )
         return output if ep_size == 1 else torch.cat(list(output))
 

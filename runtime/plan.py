@@ -47,6 +47,7 @@ class WorkspacePlan:
         counters: offsets of the counters, in int32 words.
         schedule: sizes of the schedule kernels' scratch.
         direct: rows are gathered in place (EP = 1, BF16): no ring for x, y for all rows.
+        ring: rows of the ring: the macrobatch, or less where no routing can fill it.
         y_rows: rows of y.
         buffers: everything that is allocated.
     """
@@ -60,6 +61,7 @@ class WorkspacePlan:
     counters: Counters
     schedule: SchedulePlan
     direct: bool
+    ring: int
     y_rows: int
     buffers: tuple[Buffer, ...]
 
@@ -110,8 +112,9 @@ def plan_workspace(
     capacity = max(schedule.capacity, tile)
     if capacity * max(hidden, inner) >= 2**42:
         raise CapacityError("rows times columns must stay below 2^42", capacity)
-    ring, minibatch = config.macrobatch_size, config.minibatch_size
+    minibatch = config.minibatch_size
     max_minibatches = -(-capacity // minibatch)
+    ring = min(config.macrobatch_size, max_minibatches * minibatch)
     max_blocks = capacity // tile
     shared_blocks = -(-max_tokens // tile) if shared else 0
     counters = counter_layout(max_minibatches, max_blocks, shared_blocks)
@@ -158,6 +161,7 @@ def plan_workspace(
         counters=counters,
         schedule=schedule,
         direct=direct,
+        ring=ring,
         y_rows=y_rows,
         buffers=tuple(buffers),
     )

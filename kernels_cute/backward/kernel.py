@@ -340,7 +340,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
     ):  # fmt: skip
         """Warp roles of a compute CTA."""
         if warp < 4:
-            cute.arch.setmaxregister_decrease(96)
+            cute.arch.setmaxregister_decrease(88)
             if warp == LOAD_WARP:
                 self.load_role(prog, queue, bars, smem, sources, schedule, sizes, buffers, watch)
             elif warp == STORE_WARP:

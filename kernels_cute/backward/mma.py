@@ -56,6 +56,8 @@ class MmaRoles:
                 )
             elif step == DDOWN:
                 thread_row = warp_row + lane // 4
+                # The load warp waits for a task's data; the first full stage passes that on.
+                cute.arch.mbarrier_wait(bars.full + stage, phase)
                 w0, w1 = self.row_weights(entry, thread_row, routed, schedule, sizes, buffers)
                 stage, phase = main.mma_tile(
                     "km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase
@@ -75,7 +77,7 @@ class MmaRoles:
                 )
             elif step >= WDOWN:
                 where = self.accumulator_address(prog, entry, sizes, buffers, warp, lane)
-                self.start_accumulator(acc, entry, where, prog)
+                self.start_accumulator(acc, entry, where, prog, bars, stage, phase)
                 stage, phase = main.mma_add_tile(
                     "mm", bars, rA_t, rB_t, acc, entry.k_tiles, stage, phase
                 )
@@ -242,10 +244,11 @@ class MmaRoles:
         return Int64(macrobatch % 2) * Int64(prog.group_tasks) * size
 
     @cute.jit
-    def start_accumulator(self, acc, entry, where, prog):
+    def start_accumulator(self, acc, entry, where, prog, bars, stage, phase):
         """Zero, or what the group before left: the order of additions does not see the boundary."""
         count = cute.size(acc)
         if entry.earlier != 0:
+            cute.arch.mbarrier_wait(bars.full + stage, phase)  # the load warp has waited for it
             source = where + self.accumulator_buffer(prog, entry.first // prog.ring_blocks - 1)
             for i in cutlass.range_constexpr(count):
                 acc[i] = ptx.load_f32(source + Int64(i * 1024))
