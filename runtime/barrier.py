@@ -22,15 +22,23 @@ class Barrier:
     Args:
         heap: symmetric memory for the words.
         records: where expiries are noted.
-        arch: what to compile for; needed on GPUs in groups of several processes.
+        arch: what to compile for; by default the heap's device's.
+        timeout_s: time limit of a call; by default the group's.
     """
 
-    def __init__(self, heap: Heap, records: Records, arch: str | None = None) -> None:
+    def __init__(
+        self,
+        heap: Heap,
+        records: Records,
+        arch: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         import torch
 
         self.heap = heap
         self.group = heap.group
         self.records = records
+        self.timeout_s = heap.group.timeout_s if timeout_s is None else timeout_s
         # One 128-byte line each, so that pollers of one do not slow writers of the other.
         self._words = heap.zeros((self.group.size + 31) // 32 * 32, torch.int32)
         self._poison = heap.zeros(32, torch.int32)
@@ -56,7 +64,7 @@ class Barrier:
         """Put a barrier on a stream (torch's current one by default)."""
         if self.group.is_local:
             return
-        limit = self.group.timeout_s if timeout_s is None else timeout_s
+        limit = self.timeout_s if timeout_s is None else timeout_s
         if self.heap.memory.kind == "host":
             self._on_host(limit)
             return
@@ -84,7 +92,7 @@ class Barrier:
         timeout_s: float | None = None,
     ) -> None:
         """Like ``heap.wait``, with a time limit also on GPUs; expiry is noted like a barrier's."""
-        limit = self.group.timeout_s if timeout_s is None else timeout_s
+        limit = self.timeout_s if timeout_s is None else timeout_s
         if self.heap.memory.kind == "host":
             self.heap.wait(word, value, index, timeout_s=limit)
             return

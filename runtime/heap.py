@@ -181,7 +181,8 @@ class Heap:
         self.group = group
         self.options = options
         agree(group.rendezvous, "the heap's options", dataclasses.asdict(options))
-        self.memory: Memory = _memory(group.device if device is None else device, options)
+        with together(group.rendezvous, "Opening the device's memory"):
+            self.memory: Memory = _memory(group.device if device is None else device, options)
         self.handle_kind = _handle_kind(group, options, self.memory)
         self.stride = _stride(options, self.memory.granularity)
         self.size = 0
@@ -190,7 +191,9 @@ class Heap:
         self._barrier: Barrier | None = None
         self._undo: list[Callable[[], None]] = []  # unmappings, newest last
         self._reserved = self.stride * group.size
-        self.base = self.memory.reserve(self._reserved)
+        agree(group.rendezvous, "the heap's layout", [self.handle_kind, self.stride])
+        with together(group.rendezvous, "Reserving address space"):
+            self.base = self.memory.reserve(self._reserved)
         try:
             if options.size:
                 self._grow(options.size)

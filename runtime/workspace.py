@@ -176,7 +176,7 @@ class Workspace:
         self.heap = undo.enter_context(Heap(group, options, self.device))
         self.records = Records(self.heap.memory, group.size, group.local_ranks)
         undo.callback(self.records.close)
-        self.barrier = Barrier(self.heap, self.records, self.arch)
+        self.barrier = Barrier(self.heap, self.records, self.arch, self.config.timeout_s)
         for name in ("x", "slots", "x_ring", "shared_hidden", "shared_y"):
             setattr(self, name, None)
         with together(group.rendezvous, "Making the workspace"):
@@ -236,6 +236,11 @@ class Workspace:
     def num_tokens_address(self, half: int, rank: int = 0) -> int:
         """Address of a rank's int32 token count of a half."""
         return self.num_tokens.address(rank) + half * 128
+
+    @property
+    def timeout_ns(self) -> int:
+        """The time limit of every wait, as kernels want it."""
+        return int(self.config.timeout_s * 1e9)
 
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse a call with more tokens than this workspace was made for."""

@@ -216,6 +216,9 @@ def test_bad_ids_are_named_and_forgiven(make):
     with pytest.raises(RouteError, match=r"0…5; found -7 for token 33, k 1 of rank 1"):
         workspace.check()
     workspace.check()
+    block(workspace, 0, "route", [1, 0, 2, 0, 5, 256, 6, 0])  # 64-bit ids are shown whole
+    with pytest.raises(RouteError, match="found 1099511627781 for token 2"):
+        workspace.check()
     block(workspace, 0, "route", [2, 0, 0, 0, 5000, 0, 1024, 0])
     with pytest.raises(CapacityError, match=r"1024 rows.*5000"):
         workspace.check()
@@ -348,3 +351,56 @@ def test_a_late_rank_poisons_the_group_and_the_processes_live(tmp_path):
     assert any(t.startswith("MokTimeoutError") and "rank 1 did not" in t for t in named)
     assert all("rank 1 did not" in t or "gave up" in t for t in named)
     assert all("gave up" in t for t in results[1]) and len(results[1]) == 2
+
+
+# ---------------------------------------------------------------- ranks that die or freeze
+
+
+def _until_struck(group):
+    import time
+
+    with Workspace(group, shape_of(group.size), CONFIG, 100, memory="host") as workspace:
+        workspace.barrier()
+        group.barrier("ready")
+        if group.rank == 1:
+            time.sleep(60)  # struck here
+        time.sleep(0.5)
+        workspace.barrier(timeout_s=1.0)
+        try:
+            workspace.check()
+            device = "no error"
+        except Exception as error:
+            device = str(error)
+    try:
+        group.barrier("forward")
+        host = "no error"
+    except MokTimeoutError as error:
+        host = str(error)
+    return device, host
+
+
+@pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP"])
+def test_a_struck_rank_is_named_by_every_other(tmp_path, blow):
+    import os
+    import signal
+    import time
+
+    started = ranks.start(_until_struck, 3, tmp_path, timeout_s=3.0)
+    deadline = time.monotonic() + 60
+    store = tmp_path / "store"
+    while not store.exists() or store.read_bytes().count(b'"what": "ready"') < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    victim, pipe = started.pop(1)
+    os.kill(victim.pid, getattr(signal, blow))
+    results = ranks.collect(started, limit_s=60)
+    if blow == "SIGSTOP":
+        victim.kill()
+    victim.join()
+    pipe.close()
+    for rank in (0, 2):
+        state, value = results[rank]
+        assert state == "ok", value
+        device, host = value
+        assert "rank 1 did not" in device or "gave up" in device, device
+        assert "saw nothing of rank 1" in host, host
