@@ -289,10 +289,88 @@ def forward(
     return unwrap(outputs, x), context
 
 
+# ---------------------------------------------------------------------- backward
+
+
+def backward(
+    config: Config,
+    workspace: Workspace,
+    schedule: Schedule,
+    forward_context: ForwardContext,
+    grad_output: Tensor | Sequence[Tensor],
+    x: Tensor | Sequence[Tensor],
+    router_weights: Tensor | Sequence[Tensor],
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    routed_gate: Tensor | Sequence[Tensor],
+    routed_up: Tensor | Sequence[Tensor],
+    routed_down: Tensor | Sequence[Tensor],
+    swiglu_limit: float | None = None,
+    *,
+    shared_scale: Tensor | Sequence[Tensor] | None = None,
+    grads: Sequence[Tensor | None] | Sequence[Sequence[Tensor | None]] | None = None,
+    grad_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+) -> tuple[Any, ...]:
+    """All gradients of a forward call, in one kernel and the sums after it (collective).
+
+    The context is not changed: it can be used again.
+
+    Args:
+        forward_context: of the forward call with the same arguments, or of
+            ``recompute_forward_context``.
+        grad_output: BF16 [T, H].
+        grads: buffers for the six weight gradients in the order of the result (a list of such per rank
+            on virtual ranks); None makes new ones.
+        grad_dtype: of the weight gradients, bfloat16 or float32.
+        accumulate: add to ``grads`` (one rounding) instead of overwriting them.
+        Other arguments as ``forward``.
+
+    Returns:
+        (d_x BF16 [T, H], d_router_weights FP32 [T, K], d_routed_gate, d_routed_up, d_routed_down,
+        d_shared_gate, d_shared_up, d_shared_down), and with ``shared_scale`` its gradient FP32 [T].
+        Experts without rows get zeros, dropped routes exactly 0, shared ones are None without a shared
+        expert.
+
+    Raises:
+        As ``forward``.
+    """
+    from mok.backward_call import BackwardCall
+
+    call = BackwardCall(
+        config, workspace, schedule, x, router_weights, (shared_gate, shared_up, shared_down),
+        (routed_gate, routed_up, routed_down), swiglu_limit, shared_scale,
+    )  # fmt: skip
+    buffers: Any = [grads] if grads is not None and call.count == 1 else grads
+    call.attach(
+        forward_context,
+        per_rank(workspace, "grad_output", grad_output),
+        buffers,
+        grad_dtype,
+        accumulate,
+    )
+    call.stage()
+    workspace.barrier()
+    scratch = call.scratch()
+    parts = [call.run_backward(i, scratch) for i in range(call.count)]
+    workspace.barrier()
+    results = []
+    for i in range(call.count):
+        d_x, d_weights, d_scale = call.sum_backward(i, scratch, parts[i])
+        g = call.grads[i]
+        tail = () if d_scale is None else (d_scale,)
+        results.append((d_x, d_weights, *g.routed, *g.shared, *tail))
+    if isinstance(x, Tensor):
+        return results[0]
+    return tuple(list(column) for column in zip(*results, strict=True))
+
+
 __all__ = [
     "ForwardContext",
     "LaunchFacts",
     "Schedule",
+    "backward",
     "build_schedule",
     "clear_workspace_cache",
     "create_workspace",

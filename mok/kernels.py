@@ -51,6 +51,33 @@ def token_sum_spec(
     )
 
 
+def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpec:
+    """The backward megakernel; ``grad_mode`` as ``BackwardKernel``."""
+    return KernelSpec.of(
+        f"backward_{_path(direct)}_{grad_mode}",
+        arch,
+        "mok.kernels_cute.backward.kernel:BackwardKernel",
+        direct=direct,
+        grad_mode=grad_mode,
+    )
+
+
+def plan_spec(arch: str) -> KernelSpec:
+    """The routing-dependent tables of the backward program."""
+    return KernelSpec.of("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
+
+
+def router_grad_spec(arch: str, direct: bool, ids_bits: int = 32) -> KernelSpec:
+    """Gradients of the router weights from their partials (direct) or slots."""
+    return KernelSpec.of(
+        f"router_grad_{_path(direct)}",
+        arch,
+        "mok.kernels_cute.router_grad:RouterGradKernel",
+        has_index=direct,
+        ids_bits=ids_bits,
+    )
+
+
 def forward_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
     """Every kernel that a forward call may launch, at EP = 1 and at EP > 1."""
     return [

@@ -45,6 +45,16 @@ class ScheduleBuffers:
 
 
 @dataclass(frozen=True)
+class BackwardBuffers:
+    """Symmetric memory that only backward needs: dy BF16 [max_tokens, H]; weights FP32 [max_tokens, K];
+    d_weights FP32 [max_tokens * K]. The slots of d_x are forward's."""
+
+    dy: SymmetricTensor
+    weights: SymmetricTensor
+    d_weights: SymmetricTensor
+
+
+@dataclass(frozen=True)
 class MinibatchState:
     """Where a minibatch stands: arrivals at its counters, as (now, needed); needed is None unless
     the program is known."""
@@ -154,6 +164,7 @@ class Workspace:
         self.arch = arch or _arch(self.device)
         self.closed = False
         self.call = 0
+        self._backward: BackwardBuffers | None = None
         self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
         self.sizes = plan_workspace(shape, config, max_tokens, self.arch)
@@ -217,6 +228,21 @@ class Workspace:
         self.check_open()
         buffers = {b.name: self._empty(b) for b in self.sizes if b.place == "schedule"}
         return ScheduleBuffers(rank=rank, **buffers)
+
+    @property
+    def backward(self) -> BackwardBuffers:
+        """What backward needs beyond forward; made at its first use (collective)."""
+        import torch
+
+        self.check_open()
+        if self._backward is None:
+            tokens, topk = self.max_tokens, self.shape.topk
+            self._backward = BackwardBuffers(
+                self.heap.empty((tokens, self.shape.hidden_size), torch.bfloat16),
+                self.heap.empty((tokens, topk), torch.float32),
+                self.heap.empty((tokens * topk,), torch.float32),
+            )
+        return self._backward
 
     # -------------------------------------------------------------- calls
 
