@@ -114,7 +114,10 @@ class Call:
         routed: tuple[Any, Any, Any],
         swiglu_limit: float | None,
         shared_scale: Any,
+        *,
+        recompute: bool = False,
     ) -> None:
+        """``recompute``: no router weights and no down weights are given, nor needed."""
         workspace.check_open()
         if workspace.records.any():
             workspace.check()
@@ -130,10 +133,11 @@ class Call:
             raise ShapeError("swiglu_limit must be at least 0", swiglu_limit)
         H, I, K = self.shape.hidden_size, self.shape.intermediate_size, self.shape.topk
         self.x = per_rank(workspace, "x", x)
-        self.weights = per_rank(workspace, "router_weights", router_weights)
+        self.weights = [] if recompute else per_rank(workspace, "router_weights", router_weights)
+        names = WEIGHT_NAMES[: 2 if recompute else 3]
         self.routed = [
             per_rank(workspace, f"routed_{name}", value)
-            for name, value in zip(WEIGHT_NAMES, routed, strict=True)
+            for name, value in zip(names, routed, strict=True)
         ]
         for i, rank in enumerate(self.local_ranks):
             tokens = schedule.top_experts[i].shape[0]
@@ -142,11 +146,12 @@ class Call:
                 workspace, name, value, size, (dtype,)
             )
             check("x", self.x[i], (tokens, H))
-            check("router_weights", self.weights[i], (tokens, K), torch.float32)
-            check("routed_gate", self.routed[0][i], (experts, I, H))
-            check("routed_up", self.routed[1][i], (experts, I, H))
-            check("routed_down", self.routed[2][i], (experts, H, I))
-        self.shared = self._check_shared(shared)
+            if not recompute:
+                check("router_weights", self.weights[i], (tokens, K), torch.float32)
+            sizes = ((experts, I, H), (experts, I, H), (experts, H, I))
+            for name, weight, size in zip(names, self.routed, sizes, strict=False):
+                check(f"routed_{name}", weight[i], size)
+        self.shared = self._check_shared(shared, names)
         self.shared_scale: list[Tensor] | None = None
         if shared_scale is not None:
             if self.shared is None:
@@ -161,9 +166,9 @@ class Call:
                     (torch.float32,),
                 )
 
-    def _check_shared(self, shared: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _check_shared(self, shared: Any, names: Sequence[str]) -> tuple[Tensor, ...] | None:
         width, H = self.shape.shared_intermediate_size, self.shape.hidden_size
-        given = [f"shared_{n}" for n, t in zip(WEIGHT_NAMES, shared, strict=True) if t is not None]
+        given = [f"shared_{n}" for n, t in zip(names, shared, strict=True) if t is not None]
         if width is None:
             if given:
                 raise ShapeError(
@@ -171,13 +176,13 @@ class Call:
                     ", ".join(given),
                 )
             return None
-        if len(given) < 3:
+        if len(given) < len(names):
             raise ShapeError(
-                f"the workspace has a shared expert of width {width}: all three weights are needed",
+                f"the workspace has a shared expert of width {width}: all its weights are needed",
                 ", ".join(given) or "none given",
             )
         sizes = ((width, H), (width, H), (H, width))
-        for name, value, size in zip(WEIGHT_NAMES, shared, sizes, strict=True):
+        for name, value, size in zip(names, shared, sizes, strict=False):
             check_tensor(self.workspace, f"shared_{name}", value, size, (torch.bfloat16,))
         return tuple(shared)
 
@@ -217,8 +222,13 @@ class Call:
         tasks = -(-rows // self.sizes.tile) * per_block
         return min(usable, comm + cluster * max(1, tasks)), comm
 
-    def run_forward(self, i: int, context: ForwardContext | None) -> Tensor | None:
-        """Launch the forward megakernel of local rank ``i``; returns the shared expert's output."""
+    def run_forward(
+        self, i: int, context: ForwardContext | None, recompute: bool = False
+    ) -> Tensor | None:
+        """Launch the forward megakernel of local rank ``i``, or the one that only rebuilds ``context``.
+
+        Returns the shared expert's output (nothing writes it when recomputing).
+        """
         from mok import kernels
         from mok.runtime.compile import get_kernel
         from mok.runtime.launch import launch
@@ -243,13 +253,25 @@ class Call:
             context.gate_shared.append(shared_gate)
             context.up_shared.append(shared_up)
         grid, comm = self.launch_shape(self.config.fwd_num_comm_sms)
-        w.last_launch = LaunchFacts("forward", grid, comm, self.config.minibatch_size, self.ring)
+        w.last_launch = LaunchFacts(
+            "recompute" if recompute else "forward",
+            grid,
+            comm,
+            self.config.minibatch_size,
+            self.ring,
+        )
         w.counter_words.zero_()
-        shared = self.shared or (None, None, None)
+        # The recompute kernel has no down task: any valid address will do there.
+        routed = [r[i] for r in self.routed] + [None] * (3 - len(self.routed))
+        shared = [*(self.shared or ()), None, None, None][:3]
         launch(
-            get_kernel(kernels.forward_spec(w.arch, self.direct, context is not None)),
+            get_kernel(
+                kernels.recompute_spec(w.arch, self.direct)
+                if recompute
+                else kernels.forward_spec(w.arch, self.direct, context is not None)
+            ),
             self._address(self.x[i]),
-            *(self._address(r[i]) for r in self.routed),
+            *(self._address(t) for t in routed),
             *(self._address(t) for t in shared),
             self._address(b.peer_rank),
             self._address(b.peer_token_idx),

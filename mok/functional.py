@@ -289,6 +289,35 @@ def forward(
     return unwrap(outputs, x), context
 
 
+def recompute_forward_context(
+    config: Config,
+    workspace: Workspace,
+    schedule: Schedule,
+    x: Tensor | Sequence[Tensor],
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    routed_gate: Tensor | Sequence[Tensor],
+    routed_up: Tensor | Sequence[Tensor],
+    swiglu_limit: float | None = None,
+) -> ForwardContext:
+    """The context of a forward call, rebuilt in one kernel for activation checkpointing (collective).
+
+    Only dispatch and gate+up of macrobatch 0, and the shared expert's gate+up, are done. The bits are
+    those that ``forward`` saved. Arguments as there.
+    """
+    call = Call(
+        config, workspace, schedule, x, None, (shared_gate, shared_up), (routed_gate, routed_up),
+        swiglu_limit, None, recompute=True,
+    )  # fmt: skip
+    call.stage_x()
+    workspace.barrier()
+    context = ForwardContext()
+    for i in range(call.count):
+        call.run_forward(i, context, recompute=True)
+    workspace.barrier()
+    return context
+
+
 # ---------------------------------------------------------------------- backward
 
 
@@ -377,4 +406,5 @@ __all__ = [
     "forward",
     "get_workspace",
     "num_sms",
+    "recompute_forward_context",
 ]

@@ -16,6 +16,18 @@ def forward_spec(arch: str, direct: bool, save_context: bool = False) -> KernelS
     )
 
 
+def recompute_spec(arch: str, direct: bool) -> KernelSpec:
+    """The kernel that rebuilds a forward call's saved context."""
+    return KernelSpec.of(
+        f"recompute_{_path(direct)}",
+        arch,
+        "mok.kernels_cute.forward:ForwardKernel",
+        direct=direct,
+        save_context=True,
+        recompute=True,
+    )
+
+
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
     """Copies a call's expert ids into the symmetric heap as int32."""
     return KernelSpec.of(
