@@ -16,6 +16,7 @@ from mok.runtime.compile import Kernel, KernelSpec, get_kernel
 from mok.runtime.launch import launch
 
 KERNELS = {
+    "plan": "mok.kernels_cute.backward.plan_kernel:PlanKernel",
     "schedule": "mok.kernels_cute.schedule.build:ScheduleKernel",
     "stage_ids": "mok.kernels_cute.schedule.stage:StageIdsKernel",
     "token_sum": "mok.kernels_cute.token_sum:TokenSumKernel",
