@@ -17,6 +17,7 @@ from mok.runtime.launch import launch
 
 KERNELS = {
     "plan": "mok.kernels_cute.backward.plan_kernel:PlanKernel",
+    "router_grad": "mok.kernels_cute.router_grad:RouterGradKernel",
     "schedule": "mok.kernels_cute.schedule.build:ScheduleKernel",
     "stage_ids": "mok.kernels_cute.schedule.stage:StageIdsKernel",
     "token_sum": "mok.kernels_cute.token_sum:TokenSumKernel",

@@ -277,9 +277,7 @@ class Plan(NamedTuple):
     groups: list[tuple[int, int, int, int, int]]  # those of experts without rows last
 
 
-def plan_room(
-    max_rows: int, experts: int, minibatch: int, macrobatch: int
-) -> tuple[int, int, int]:
+def plan_room(max_rows: int, experts: int, minibatch: int, macrobatch: int) -> tuple[int, int, int]:
     """(minibatches, table entries, groups) that suffice for every routing of ``max_rows`` padded rows.
 
     Each macrobatch boundary makes at most one more group than there are experts.

@@ -71,10 +71,8 @@ def token_sum(
     for k in range(topk):
         used = (top_experts[:, k] >= 0).unsqueeze(1)
         y = by_k[:, k].float()
-        if router_weights is None:
-            added = total + y
-        else:
-            added = fma32(router_weights[:, k : k + 1], y, total)
+        weight = None if router_weights is None else router_weights[:, k : k + 1]
+        added = total + y if weight is None else fma32(weight, y, total)
         total = torch.where(used, added, total)
     return total.bfloat16()
 
