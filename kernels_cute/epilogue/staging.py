@@ -37,6 +37,10 @@ class Staging(Invariant):
         self.layout = cute.tile_to_shape(
             atom, (self.tile_m, self.CHUNK_N, self.stages), order=(0, 1, 2)
         )
+        # The same bytes for a transposed chunk: two halves of 64 of its tile_m columns.
+        self.wide_layout = cute.tile_to_shape(
+            atom, (self.CHUNK_N, self.tile_m, self.stages), order=(0, 1, 2)
+        )
 
     def init_barriers(self, bars: Stages) -> None:
         """full: one arrival per producer warp; empty: the store warp's."""
@@ -53,9 +57,25 @@ class Staging(Invariant):
             )
         )
 
+    def tma_store_wide(self, tensor: cute.Tensor) -> Tma:
+        """Stores of transposed (64, tile_m) chunks to (rows, columns, batch)."""
+        layout = cute.slice_(self.wide_layout, (None, None, 0))
+        return Tma(
+            *cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (self.CHUNK_N, self.tile_m)
+            )
+        )
+
+    def partition_wide(self, tma: Tma, sD: cute.Tensor) -> Operand:
+        """``partition`` for transposed chunks; ``sD`` is the buffers' view in ``wide_layout``."""
+        return self._partition(tma, sD, (self.CHUNK_N, self.tile_m))
+
     def partition(self, tma: Tma, sD: cute.Tensor) -> Operand:
         """Partition a store target into chunks: global (TMA, row tile, column, batch), shared (TMA, stage)."""
-        gD = cute.local_tile(tma.tensor, (self.tile_m, self.CHUNK_N), (None, None, None))
+        return self._partition(tma, sD, (self.tile_m, self.CHUNK_N))
+
+    def _partition(self, tma: Tma, sD: cute.Tensor, chunk: tuple[int, int]) -> Operand:
+        gD = cute.local_tile(tma.tensor, chunk, (None, None, None))
         tDsD, tDgD = cpasync.tma_partition(
             tma.atom,
             0,
@@ -90,6 +110,30 @@ class Staging(Invariant):
         for j in cutlass.range_constexpr(4):
             column = 2 * j + lane // 16
             ptx.stmatrix_x4(base + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(bars.full + chunk)
+        return advance(chunk, phase, self.stages)
+
+    @cute.jit
+    def put_transposed(
+        self, values, bars: Stages, sD_address: Int32, warp_row: Int32, chunk: Int32, phase: Int32
+    ):
+        """``put`` of a chunk's transpose: 64 rows of ``tile_m`` columns, of which this warp has 16.
+
+        ``warp_row``: the tile row (here: column) where the warp's 16 begin. Other arguments as ``put``.
+        """
+        cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
+        lane = cute.arch.lane_idx()
+        base = sD_address + chunk * (self.tile_m * self.CHUNK_N * 2) + warp_row // 64 * 8192
+        column = warp_row % 64 // 8 + lane // 8 % 2  # 16-byte column of this lane's address
+        for j in cutlass.range_constexpr(4):
+            packed = [
+                ptx.pack_bf16(values[8 * j + 2 * i], values[8 * j + 2 * i + 1]) for i in range(4)
+            ]
+            row = 16 * j + lane // 16 * 8 + lane % 8
+            ptx.stmatrix_x4_trans(base + row * 128 + ((column ^ (row % 8)) << 4), *packed)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:

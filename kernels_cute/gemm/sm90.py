@@ -171,15 +171,14 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
-        b_by_tma: cutlass.Constexpr[bool] = True,
         k_first: Int32 = Int32(0),
     ) -> tuple[Int32, Int32]:
         """Load all K steps of a task (one warp): A tile ``a_tile``, B halves ``left_tile``, ``right_tile``.
 
-        What does not come by TMA is filled by the gather warps. ``k_first`` is the first K step in the
+        Without ``a_by_tma`` the gather warps fill A. ``k_first`` is the first K step in the
         tensors. Returns the next (stage, phase).
         """
-        tx_bytes = self.a_bytes * a_by_tma + self.b_bytes * b_by_tma
+        tx_bytes = self.a_bytes * a_by_tma + self.b_bytes
         tAgA = a.tXgX[None, a_tile, None, 0]
         tBgB_left = left.tXgX[None, left_tile, None, batch]
         tBgB_right = right.tXgX[None, right_tile, None, batch]
@@ -191,16 +190,10 @@ class Mainloop(Invariant):
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
             if cutlass.const_expr(a_by_tma):
                 cute.copy(a.atom, tAgA[None, k], a.tXsX[None, stage], tma_bar_ptr=full)
-            if cutlass.const_expr(b_by_tma):
-                cute.copy(
-                    left.atom, tBgB_left[None, k], left.tXsX[None, 2 * stage], tma_bar_ptr=full
-                )
-                cute.copy(
-                    right.atom,
-                    tBgB_right[None, k],
-                    right.tXsX[None, 2 * stage + 1],
-                    tma_bar_ptr=full,
-                )
+            cute.copy(left.atom, tBgB_left[None, k], left.tXsX[None, 2 * stage], tma_bar_ptr=full)
+            cute.copy(
+                right.atom, tBgB_right[None, k], right.tXsX[None, 2 * stage + 1], tma_bar_ptr=full
+            )
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 
@@ -281,9 +274,7 @@ class Mainloop(Invariant):
     def gather_columns(
         self,
         bars: Stages,
-        stage_address: Int32,
-        stage_bytes: cutlass.Constexpr[int],
-        strips: cutlass.Constexpr[int],
+        sA_address: Int32,
         x_address: Int64,
         columns: Int32,
         first_column: Int32,
@@ -294,10 +285,10 @@ class Mainloop(Invariant):
         stage: Int32,
         phase: Int32,
     ) -> tuple[Int32, Int32]:
-        """Gather an MN-major operand: K runs over rows of x, ``strips`` × 64 of its columns per tile.
+        """Gather A for a contraction over rows: K runs over rows of x, 128 of its columns per tile.
 
         ``routes`` int32: token*K + k of each row, -1 for a row of zeros. Columns from ``columns`` on are
-        zeros. Thread t copies 16-byte chunk t%8 of every strip for rows t//8, t//8 + gather_threads/8, …
+        zeros. Thread t copies 16-byte chunk t%8 of both strips of 64 for rows t//8, t//8 + gather_threads/8, …
         """
         row_step = self.gather_threads // 8
         per_thread = self.TILE_K // row_step
@@ -305,7 +296,7 @@ class Mainloop(Invariant):
         first = thread // 8
         row_bytes = Int64(columns) * 2
         source = x_address + Int64(first_column + chunk * 8) * 2
-        target = stage_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+        target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
         ids = cute.make_rmem_tensor((per_thread,), Int32)
         for i in cutlass.range_constexpr(per_thread):
             ids[i] = cute.arch.load(routes + first + i * row_step, Int32)
@@ -313,11 +304,11 @@ class Mainloop(Invariant):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             for i in cutlass.range_constexpr(per_thread):
                 token = select(ids[i] < 0, Int32(-1), ids[i] // topk)
-                for s in cutlass.range_constexpr(strips):
+                for s in cutlass.range_constexpr(self.TILE_M // 64):
                     inside = first_column + s * 64 < columns
                     valid = select(inside, Int32(token >= 0), Int32(0))
                     ptx.cp_async_16(
-                        target + stage * stage_bytes + s * 8192 + i * row_step * 128,
+                        target + stage * self.a_bytes + s * 8192 + i * row_step * 128,
                         source + Int64(valid * token) * row_bytes + Int64(valid * (s * 128)),
                         valid * 16,
                     )
