@@ -66,6 +66,7 @@ class Checker:
         self.reports = np.zeros((race.MAX_REPORTS, race.REPORT_WORDS), dtype=np.int64)
         self.slot_epoch = np.zeros(self.slots, dtype=np.int64)
         self.slot_op: list[Pending | None] = [None] * self.slots
+        self.slot_warp = np.zeros(self.slots, dtype=np.int64)
         self.next_slot = 0
         self.agent: Agent | None = None  # the operation whose step runs now
         words = machine.smem_size // 4
@@ -128,6 +129,7 @@ class Checker:
             if op is None or op.finished:
                 break
         self.slot_epoch[slot] += 1
+        self.slot_warp[slot] = w.index
         epoch = int(self.slot_epoch[slot])
         clock, proxy = self._row(w, 0).copy(), self._row(w, 1).copy()
         place = self.first_slot + slot
@@ -205,27 +207,37 @@ class Checker:
         base = array.ctypes.data + race.RECORD * first
         self._check(base, count, kind, address, False)
 
-    def tmem(self, sm: int, quarters: range, first: int, count: int, write: bool) -> None:
-        """TMEM columns that the running operation touches."""
-        for q in quarters:
-            self._check(self._tmem_base(sm, q, first), count, int(write), -1 - first, False)
+    def tmem(self, sm: int, lanes: np.ndarray, first: int, count: int, write: bool) -> None:
+        """TMEM that the running operation touches, in units of 16 lanes and one column."""
+        for g in np.unique(lanes // 16):
+            self._check(self._tmem_base(sm, int(g), first), count, int(write), -1 - first, False)
 
-    def tmem_by_warp(self, w: "Warp", sm: int, first: int, count: int, write: bool) -> None:
-        q = int(w.state[L.W_INDEX]) & 3
+    def smem_by_warp(self, w: "Warp", cta: "Cta", offset: int, size: int, write: bool) -> None:
+        """A generic access that a warp makes through a Python handler."""
+        base = self.shadow[cta.index].ctypes.data + race.RECORD * (offset >> 2)
+        self._by_warp(w, base, size >> 2, write, cta.smem.ctypes.data + offset)
+
+    def _by_warp(self, w: "Warp", shadow: int, count: int, write: bool, address: int) -> None:
         clock, proxy = self._row(w, 0), self._row(w, 1)
         tag = np.int64(w.index << 32 | int(clock[w.index]))
         race.check_range(
-            self.machine.x.ctypes.data, np.int64(self._tmem_base(sm, q, first)), np.int64(count),
-            np.int64(int(write)), tag, clock.ctypes.data, proxy.ctypes.data,
-            np.int64(int(w.state[L.W_PC])), np.int64(-1 - first), not write,
+            self.machine.x.ctypes.data, np.int64(shadow), np.int64(count), np.int64(int(write)), tag,
+            clock.ctypes.data, proxy.ctypes.data, np.int64(int(w.state[L.W_PC])),
+            np.int64(address), not write,
         )
 
-    def _tmem_base(self, sm: int, quarter: int, first: int) -> int:
-        array = self.tmem_shadow.setdefault(sm, np.zeros((4, 512, 8), dtype=np.int64))
-        return int(array[quarter, first].ctypes.data) if first < 512 else int(array.ctypes.data)
+    def tmem_by_warp(
+        self, w: "Warp", sm: int, lanes: np.ndarray, first: int, count: int, write: bool
+    ) -> None:
+        for g in np.unique(lanes // 16):
+            self._by_warp(w, self._tmem_base(sm, int(g), first), count, write, -1 - first)
+
+    def _tmem_base(self, sm: int, group: int, first: int) -> int:
+        array = self.tmem_shadow.setdefault(sm, np.zeros((8, 512, 8), dtype=np.int64))
+        return int(array[group, first].ctypes.data)
 
     def tmem_clear(self, sm: int, first: int, count: int) -> None:
-        array = self.tmem_shadow.setdefault(sm, np.zeros((4, 512, 8), dtype=np.int64))
+        array = self.tmem_shadow.setdefault(sm, np.zeros((8, 512, 8), dtype=np.int64))
         array[:, first : first + count] = 0
 
     # -- findings -----------------------------------------------------------------------------------
@@ -252,7 +264,8 @@ class Checker:
             return m.where(m.warps[agent], pc)
         if agent < self.first_slot:
             return "copy of " + m.where(m.warps[agent - self.num_warps], pc)
-        return "operation of " + m.place(pc)
+        issuer = m.warps[int(self.slot_warp[agent - self.first_slot])]
+        return "operation of " + m.where(issuer, pc)
 
 
 def use(checker: Any, agent: Any) -> Any:

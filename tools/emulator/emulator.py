@@ -102,6 +102,16 @@ class Emulator:
                 self._ranges[start] = start + t.nbytes
             self._keep.append(t)
 
+    def register_live(self) -> None:
+        """Registers every CPU tensor of torch that is alive now."""
+        import gc
+
+        import torch
+
+        for obj in gc.get_objects():
+            if type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.numel():
+                self.register(obj)
+
     def __enter__(self) -> "Emulator":
         interceptor = Interceptor(self._launch, self.arch, self.num_sms)
         self._stack = contextlib.ExitStack()

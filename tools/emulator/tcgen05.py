@@ -90,6 +90,8 @@ def op_alloc(machine: Machine, w: Warp, op: Any) -> Any:
         machine.checker.tmem_clear(sm_of(machine, w.cta), start, columns)
     w.cta.extra.setdefault("tmem", {})[start] = columns
     dst = generic_smem(w.value(op.operands[0][1][0], lane) + op.operands[0][2]) & _OFFSET
+    if machine.checker is not None:
+        machine.checker.smem_by_warp(w, w.cta, dst, 4, True)
     w.cta.smem[dst : dst + 4] = np.frombuffer(int(start).to_bytes(4, "little"), np.uint8)
     machine.x[L.X_EV_MEM] += 1
     return None
@@ -160,11 +162,13 @@ def _place(op: Any, address: int, count: int, w: Warp) -> tuple[np.ndarray, np.n
     return lanes, cols + col0
 
 
-def _track(machine: Machine, w: Warp, cols: np.ndarray, write: bool) -> None:
+def _track(
+    machine: Machine, w: Warp, lanes: np.ndarray, cols: np.ndarray, write: bool
+) -> None:
     if machine.checker is not None:
         first = int(cols.min())
         machine.checker.tmem_by_warp(
-            w, sm_of(machine, w.cta), first, int(cols.max()) - first + 1, write
+            w, sm_of(machine, w.cta), lanes, first, int(cols.max()) - first + 1, write
         )
 
 
@@ -176,7 +180,7 @@ def op_ld(machine: Machine, w: Warp, op: Any) -> None:
     lanes, cols = _place(op, address, len(rows), w)
     tm = tmem_of(machine, w.cta)
     tm.check(w.cta, int(cols.min()), int(cols.max() - cols.min() + 1))
-    _track(machine, w, cols, False)
+    _track(machine, w, lanes, cols, False)
     values = tm.words[lanes, cols].astype(np.int64)
     if "pack::16b" in op.ins.mods:
         values = (values[0::2] & 0xFFFF) | (values[1::2] & 0xFFFF) << 16
@@ -192,7 +196,7 @@ def op_st(machine: Machine, w: Warp, op: Any) -> None:
     lanes, cols = _place(op, address, len(rows), w)
     tm = tmem_of(machine, w.cta)
     tm.check(w.cta, int(cols.min()), int(cols.max() - cols.min() + 1))
-    _track(machine, w, cols, True)
+    _track(machine, w, lanes, cols, True)
     values = w.regs[rows].astype(np.uint32)
     if "unpack::16b" in op.ins.mods:
         wide = np.empty((2 * len(rows), 32), np.uint32)
@@ -362,7 +366,7 @@ def _mma(
         tm.check(cta, int(cols.min()), int(cols.max() - cols.min() + 1))
         if machine.checker is not None:
             machine.checker.tmem(
-                sm_of(machine, cta), range(4), int(cols.min()),
+                sm_of(machine, cta), lanes, int(cols.min()),
                 int(cols.max() - cols.min() + 1), True,
             )
         if s.half:
