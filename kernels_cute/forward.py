@@ -98,6 +98,7 @@ class ForwardKernel:
     Args:
         direct: gather rows in place (one rank, BF16); otherwise rows pass the ring.
         save_context: also store gate and up, rounded to BF16, for backward.
+        recompute: only rebuild what save_context stores (activation checkpointing).
         tile_n: accumulator columns (a multiple of 128): tile_n/2 columns of I, or tile_n columns of H.
         group_m: row blocks that share a weight tile.
         stages: A/B stages in shared memory.
@@ -108,13 +109,15 @@ class ForwardKernel:
         self,
         direct: bool,
         save_context: bool = False,
+        recompute: bool = False,
         tile_n: int = 256,
         group_m: int = 16,
         stages: int = 4,
         name: str = "mok_forward",
     ):
         self.direct = direct
-        self.save_context = save_context
+        self.save_context = save_context or recompute
+        self.recompute = recompute
         self.name = name
         self.gather_threads = 64 if direct else 0
         self.mainloop = Mainloop(tile_n, stages, self.gather_threads)
@@ -317,6 +320,7 @@ class ForwardKernel:
             macrobatch=sizes.macrobatch,
             tile=self.tile,
             ops=DSL,
+            recompute=self.recompute,
         )
         if cutlass.const_expr(self.direct):
             self.compute_cta(

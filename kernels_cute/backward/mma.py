@@ -48,26 +48,22 @@ class MmaRoles:
             routed = kind < SHARED
             step = kind % SHARED
             if kind == REPLAY:
-                stage, phase = main.mma_tile(
-                    "kk", bars, rA, rB, acc, entry.k_tiles, stage, phase
-                )
+                stage, phase = main.mma_tile("kk", bars, rA, rB, acc, entry.k_tiles, stage, phase)
                 chunk, chunk_phase = self.replay_epilogue(
                     acc, stores, sD_row, row, chunk, chunk_phase
                 )
             elif step == DDOWN:
                 thread_row = warp_row + lane // 4
+                # The load warp waits for a task's data; the first full stage passes that on.
+                cute.arch.mbarrier_wait(bars.full + stage, phase)
                 w0, w1 = self.row_weights(entry, thread_row, routed, schedule, sizes, buffers)
-                stage, phase = main.mma_tile(
-                    "km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase
-                )
-                chunk, chunk_phase, stage, phase = self.ddown_epilogue(
-                    acc, entry, routed, thread_row, w0, w1, limit, bars, smem, stores, sD_row,
-                    row, sizes, buffers, chunk, chunk_phase, stage, phase,
+                stage, phase = main.mma_tile("km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase)
+                stage, phase = self.ddown_epilogue(
+                    acc, entry, routed, thread_row, w0, w1, limit, bars, smem, row,
+                    sizes, buffers, stage, phase,
                 )  # fmt: skip
             elif step == DX:
-                stage, phase = main.mma_tile(
-                    "km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase
-                )
+                stage, phase = main.mma_tile("km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase)
                 if routed and lane == 0:
                     sync.arrive(base + counters.free + entry.minibatch)
                 chunk, chunk_phase = self.plain_epilogue(
@@ -75,7 +71,7 @@ class MmaRoles:
                 )
             elif step >= WDOWN:
                 where = self.accumulator_address(prog, entry, sizes, buffers, warp, lane)
-                self.start_accumulator(acc, entry, where, prog)
+                self.start_accumulator(acc, entry, where, prog, bars, stage, phase)
                 stage, phase = main.mma_add_tile(
                     "mm", bars, rA_t, rB_t, acc, entry.k_tiles, stage, phase
                 )
@@ -127,17 +123,22 @@ class MmaRoles:
 
     @cute.jit
     def ddown_epilogue(
-        self, acc, entry, routed, thread_row, w0, w1, limit, bars, smem, stores, sD_row, row,
-        sizes, buffers, chunk, chunk_phase, stage, phase,
+        self, acc, entry, routed, thread_row, w0, w1, limit, bars, smem, row,
+        sizes, buffers, stage, phase,
     ):  # fmt: skip
-        """d_gate, d_up, w·hidden and the router-gradient partials of 64 columns at a time."""
+        """d_gate, d_up, w·hidden and the router-gradient partials of 64 columns at a time.
+
+        gate and up arrive in a stage (A's place and B's left half); d_gate, d_up and w·hidden (B's right
+        half) leave from it: the store warp frees the stage.
+        """
         lane = cute.arch.lane_idx()
         main = self.mainloop
         sA_row = smem.sA.iterator.toint() + row * 128
         sB_row = smem.sB.iterator.toint() + row * 128
         groups = select(routed, sizes.intermediate, sizes.shared_intermediate) // CHUNK_N
         partial_row = thread_row + self.tile.m * (
-            entry.block if cutlass.const_expr(self.direct)
+            entry.block
+            if cutlass.const_expr(self.direct)
             else select(routed, entry.ring_block, entry.block)
         )
         partials = buffers.shared_dw_partial
@@ -145,31 +146,41 @@ class MmaRoles:
             partials = buffers.dw_partial
         for c in cutlass.range_constexpr(self.chunks):
             cute.arch.mbarrier_wait(bars.full + stage, phase)
-            gates, ups = [], []
-            for j in cutlass.range_constexpr(4):
-                at = ((2 * j + lane // 16) ^ (row % 8)) << 4
-                for pair in ptx.ldmatrix_x4(sA_row + stage * main.a_bytes + at):
-                    gates += ptx.unpack_bf16(pair)
-                for pair in ptx.ldmatrix_x4(sB_row + stage * main.b_bytes + at):
-                    ups += ptx.unpack_bf16(pair)
-            cute.arch.sync_warp()
-            main.release(bars, stage)
-            stage, phase = advance(stage, phase, main.stages)
             parts = [Float32(0.0), Float32(0.0)]
-            d_gates, d_ups, weighted = [], [], []
-            for i in cutlass.range_constexpr(32):
-                half = i // 2 % 2
-                d_hidden = acc[c * 32 + i]
-                g = swiglu_backward(gates[i], ups[i], d_hidden, (w0, w1)[half], limit)
-                parts[half] = ptx.fma_rn(d_hidden, g.hidden, parts[half])
-                d_gates.append(g.gate)
-                d_ups.append(g.up)
-                weighted.append(g.weighted)
+            sA_at = sA_row + stage * main.a_bytes
+            sB_at = sB_row + stage * main.b_bytes
+            for j in cutlass.range_constexpr(4):  # 16 columns
+                at = ((2 * j + lane // 16) ^ (row % 8)) << 4
+                gates, ups = ptx.ldmatrix_x4(sA_at + at), ptx.ldmatrix_x4(sB_at + at)
+                d_gates, d_ups, weighted = [], [], []
+                for i in cutlass.range_constexpr(4):  # two columns of one row
+                    half = i % 2
+                    g, u = ptx.unpack_bf16(gates[i]), ptx.unpack_bf16(ups[i])
+                    pair = []
+                    for side in cutlass.range_constexpr(2):
+                        d_hidden = acc[c * 32 + j * 8 + 2 * i + side]
+                        d = swiglu_backward(g[side], u[side], d_hidden, (w0, w1)[half], limit)
+                        parts[half] = ptx.fma_rn(d_hidden, d.hidden, parts[half])
+                        pair.append(d)
+                    d_gates.append(ptx.pack_bf16(pair[0].gate, pair[1].gate))
+                    d_ups.append(ptx.pack_bf16(pair[0].up, pair[1].up))
+                    weighted.append(ptx.pack_bf16(pair[0].weighted, pair[1].weighted))
+                # In place: the stage belongs to these warps until the store warp frees it.
+                ptx.stmatrix_x4(sA_at + at, *d_gates)
+                ptx.stmatrix_x4(sB_at + at, *d_ups)
+                ptx.stmatrix_x4(sB_at + main.a_bytes + at, *weighted)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars.written + stage)
+            stage, phase = advance(stage, phase, main.stages)
             column = entry.n * self.chunks + c
             for half in cutlass.range_constexpr(2):
                 part = add_butterfly(parts[half], 4)
-                if lane % 4 == 0 and column < groups and self.inside(
-                    routed, partial_row + 8 * half, sizes
+                if (
+                    lane % 4 == 0
+                    and column < groups
+                    and self.inside(routed, partial_row + 8 * half, sizes)
                 ):
                     cute.arch.store(
                         float_ptr(partials)
@@ -177,11 +188,7 @@ class MmaRoles:
                         + column,
                         part,
                     )
-            for values in (d_gates, d_ups, weighted):
-                chunk, chunk_phase = self.staging.put(
-                    values, stores, sD_row, row, chunk, chunk_phase
-                )
-        return chunk, chunk_phase, stage, phase
+        return stage, phase
 
     def inside(self, routed, row, sizes):
         """Routed rows are padded to whole tiles; the shared expert's end with the tokens."""
@@ -206,9 +213,7 @@ class MmaRoles:
         """The accumulator, rounded to BF16."""
         for c in cutlass.range_constexpr(self.chunks):
             values = [acc[c * 32 + i] for i in range(32)]
-            chunk, chunk_phase = self.staging.put(
-                values, stores, sD_row, row, chunk, chunk_phase
-            )
+            chunk, chunk_phase = self.staging.put(values, stores, sD_row, row, chunk, chunk_phase)
         return chunk, chunk_phase
 
     # ---- weight gradients ----
@@ -224,8 +229,8 @@ class MmaRoles:
         tile += select(step == WDOWN, Int32(0), prog.wdown_tasks)
         tile += select(step == WUP, prog.wgate_tasks, Int32(0))
         values = self.tile.m * self.mainloop.tile_n
-        return buffers.accumulators + Int64(tile) * (4 * values) + Int64(
-            ((warp - 4) * 32 + lane) * 4
+        return (
+            buffers.accumulators + Int64(tile) * (4 * values) + Int64(((warp - 4) * 32 + lane) * 4)
         )
 
     def accumulator_buffer(self, prog, macrobatch):
@@ -234,10 +239,11 @@ class MmaRoles:
         return Int64(macrobatch % 2) * Int64(prog.group_tasks) * size
 
     @cute.jit
-    def start_accumulator(self, acc, entry, where, prog):
+    def start_accumulator(self, acc, entry, where, prog, bars, stage, phase):
         """Zero, or what the group before left: the order of additions does not see the boundary."""
         count = cute.size(acc)
         if entry.earlier != 0:
+            cute.arch.mbarrier_wait(bars.full + stage, phase)  # the load warp has waited for it
             source = where + self.accumulator_buffer(prog, entry.first // prog.ring_blocks - 1)
             for i in cutlass.range_constexpr(count):
                 acc[i] = ptx.load_f32(source + Int64(i * 1024))

@@ -14,6 +14,14 @@ WARPS = THREADS // 32
 CHUNK_N = 64  # columns that share a router-gradient partial; also of a staging buffer
 
 
+class Bars(NamedTuple):
+    """The mbarriers of the A/B stages, with ``written``: the MMA warps have put results into a stage."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    written: cute.Pointer
+
+
 class Sources(NamedTuple):
     """TMA loads. ``_t``: the contraction runs over rows (MN-major operand)."""
 
@@ -179,5 +187,3 @@ def counter_layout(minibatches, blocks, groups, shared_blocks) -> Counters:
     for size in (minibatches,) * 4 + (blocks, blocks, groups, shared_blocks):
         at.append(at[-1] + size)
     return Counters(0, 32, *at)
-
-

@@ -65,23 +65,31 @@ class Staging(Invariant):
         )
         return Operand(tma.atom, tDgD, tDsD)
 
-    @cute.jit
     def put(self, values, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32):
         """Round 64 columns of this warp's 16 rows to BF16 into buffer ``chunk`` and hand it over.
 
         ``values``: 32 FP32 of the thread in wgmma's accumulator order (per 8 columns: two of row lane/4,
-        two of row lane/4+8). ``row``: the tile row whose address this lane gives stmatrix (lane%16 of
-        the warp's rows); ``sD_row``: its address in buffer 0. Returns the next (chunk, phase).
+        two of row lane/4+8). Other arguments and result as ``put_packed``.
+        """
+        packed = [ptx.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(16)]
+        return self.put_packed(packed, bars, sD_row, row, chunk, phase)
+
+    @cute.jit
+    def put_packed(
+        self, packed, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32
+    ):
+        """Write 64 columns of this warp's 16 rows into buffer ``chunk`` and hand it over.
+
+        ``packed``: 16 BF16x2 of the thread in accumulator order. ``row``: the tile row whose address this
+        lane gives stmatrix (lane%16 of the warp's rows); ``sD_row``: its address in buffer 0. Returns the
+        next (chunk, phase).
         """
         cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
         base = sD_row + chunk * (self.tile_m * self.CHUNK_N * 2)
         lane = cute.arch.lane_idx()
         for j in cutlass.range_constexpr(4):
-            packed = [
-                ptx.pack_bf16(values[8 * j + 2 * i], values[8 * j + 2 * i + 1]) for i in range(4)
-            ]
             column = 2 * j + lane // 16
-            ptx.stmatrix_x4(base + ((column ^ (row % 8)) << 4), *packed)
+            ptx.stmatrix_x4(base + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
