@@ -1,7 +1,14 @@
-"""Tickets: how a CTA gets its next compute task and tells its warps about it.
+"""Tickets: how a CTA or a pair of CTAs gets its next compute task and tells its warps about it.
 
-The number of a task comes from an atomic counter in global memory, drawn one ahead by the load warp. The
-decoded task travels through a small queue in shared memory to the warps that work on it.
+The number of a task comes from an atomic counter in global memory, drawn one ahead. The decoded task
+travels through a small queue in shared memory to the warps that work on it. On Hopper each CTA draws for
+itself; on Blackwell the scheduler warp of a pair's first CTA draws for both.
+
+Cluster Launch Control gives the right to draw, never a task: a cluster that was launched, or whose launch
+was cancelled in favour of a running one, is worth one ticket. So the order of grants does not matter, and
+the grid is a hint. A counter of clusters that started or were cancelled (``Starts``) tells the two meanings
+of a refusal apart: as long as clusters are left to start, someone else wants the SMs, and the pair retires
+(the hardware starts the rest later); once none is left, the pair draws to the end without asking.
 """
 
 from typing import NamedTuple
@@ -10,11 +17,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from . import ptx, ptx_sm100
+from .invariant import Invariant
 from .sync import advance, select
 
-# Words of a queue entry in shared memory: room for every kind of entry.
-WORDS = 16
+WORDS = 16  # int32 of a queue entry
 DEPTH = 2
+# After a refusal, clusters launched at the same time may not have counted themselves yet.
+GRACE_POLLS, GRACE_NS = 20, 200
 
 
 class DSL:
@@ -44,38 +54,74 @@ class Entry(NamedTuple):
     ticket: Int32
 
 
-class TaskQueue(NamedTuple):
-    """``DEPTH`` entries in shared memory with a full and an empty mbarrier each."""
+class TaskQueue(Invariant):
+    """``DEPTH`` entries in shared memory with a full and an empty mbarrier each.
 
-    words: cute.Pointer  # int32 [DEPTH * WORDS]
-    full: cute.Pointer  # mbarrier [DEPTH]: one arrival, the load warp's
-    empty: cute.Pointer  # mbarrier [DEPTH]: one arrival per reading warp
+    Args:
+        words: int32 [DEPTH * WORDS], 16-byte aligned.
+        full: mbarrier [DEPTH]: one arrival, the producer's.
+        empty: mbarrier [DEPTH]: one arrival per reading warp. With two CTAs the first CTA's count, and
+            the readers of both arrive there; its producer fills both CTAs' entries.
+        ctas: 1 or 2.
+    """
+
+    def __init__(self, words: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, ctas: int = 1):
+        self.words = words
+        self.full = full
+        self.empty = empty
+        self.ctas = ctas
 
     def init(self, readers: int) -> None:
-        """Arrival counts: the load warp fills, ``readers`` warps free a slot (one thread)."""
+        """Arrival counts: the producer fills, ``readers`` warps free a slot (one thread)."""
         for i in range(DEPTH):
             cute.arch.mbarrier_init(self.full + i, 1)
             cute.arch.mbarrier_init(self.empty + i, readers)
 
     @cute.jit
+    def wait_free(self, index: Int32, phase: Int32):
+        """Return once slot ``index`` is free (the producer's whole warp)."""
+        if cutlass.const_expr(self.ctas == 1):
+            cute.arch.mbarrier_wait(self.empty + index, phase ^ 1)
+        else:
+            ptx_sm100.cluster_wait((self.empty + index).toint(), phase ^ 1)
+
+    @cute.jit
     def put(self, entry: NamedTuple, index: Int32, phase: Int32):
-        """Publish an entry of up to ``WORDS`` int32 (whole warp; lane 0 writes)."""
-        cute.arch.mbarrier_wait(self.empty + index, phase ^ 1)
-        if cute.arch.lane_idx() == 0:
-            slot = self.words + index * WORDS
-            for i in cutlass.range_constexpr(len(entry)):
-                cute.arch.store(slot + i, Int32(entry[i]))
-            cute.arch.mbarrier_arrive(self.full + index)
+        """Publish an entry of up to ``WORDS`` int32 (whole warp) once its slot is free."""
+        self.wait_free(index, phase)
+        cute.arch.sync_warp()
+        lane = cute.arch.lane_idx()
+        slot = self.words + index * WORDS
+        if cutlass.const_expr(self.ctas == 1):
+            if lane == 0:
+                for i in cutlass.range_constexpr(len(entry)):
+                    cute.arch.store(slot + i, Int32(entry[i]))
+                cute.arch.mbarrier_arrive(self.full + index)
+        else:
+            if lane < self.ctas:
+                target = ptx_sm100.cluster_address(slot.toint(), lane)
+                words = [*entry, *[Int32(0)] * (-len(entry) % 4)]
+                for i in cutlass.range_constexpr(0, len(words), 4):
+                    ptx_sm100.cluster_store_16(target + 4 * i, *words[i : i + 4])
+                full = ptx_sm100.cluster_address((self.full + index).toint(), lane)
+                ptx_sm100.cluster_arrive(full)
 
     @cute.jit
     def get(self, index: Int32, phase: Int32, entry: cutlass.Constexpr = Entry):
         """Read the next entry, of NamedTuple type ``entry`` (whole warp), and free its slot."""
-        cute.arch.mbarrier_wait(self.full + index, phase)
+        if cutlass.const_expr(self.ctas == 1):
+            cute.arch.mbarrier_wait(self.full + index, phase)
+        else:
+            ptx_sm100.cluster_wait((self.full + index).toint(), phase)
         slot = self.words + index * WORDS
         words = tuple(cute.arch.load(slot + i, Int32) for i in range(len(entry._fields)))
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.empty + index)
+            if cutlass.const_expr(self.ctas == 1):
+                cute.arch.mbarrier_arrive(self.empty + index)
+            else:
+                first = ptx_sm100.cluster_address((self.empty + index).toint(), Int32(0))
+                ptx_sm100.cluster_arrive(first)
         return entry(*words)
 
 
@@ -97,3 +143,63 @@ def draw(counter: cute.Pointer) -> Int32:
 def broadcast(ticket: Int32) -> Int32:
     """Lane 0's value in every lane."""
     return cute.arch.make_warp_uniform(ticket)
+
+
+class Starts(Invariant):
+    """Clusters that started, or whose launch was cancelled, against the clusters of the grid."""
+
+    def __init__(self, counter: cute.Pointer, clusters: Int32):
+        self.counter = counter
+        self.clusters = clusters
+
+    def add(self) -> Int32:
+        """Count one more (one thread). Returns how many came before it."""
+        return cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def all_started(self) -> Int32:
+        """1 once no cluster of the grid is left to start; 0 if some still are after a moment's grace.
+
+        Whoever counts the last cluster sees the full count afterwards, so one pair always goes on.
+        """
+        started = cute.arch.load(self.counter, Int32, sem="relaxed", scope="gpu")
+        polls = Int32(0)
+        while started < self.clusters and polls < GRACE_POLLS:
+            ptx.nanosleep(GRACE_NS)
+            started = cute.arch.load(self.counter, Int32, sem="relaxed", scope="gpu")
+            polls += 1
+        return select(started >= self.clusters, Int32(1), Int32(0))
+
+
+class LaunchControl(Invariant):
+    """Queries of one warp: one in flight at most, and awaited before the warp leaves.
+
+    Args:
+        reply: 16 bytes of shared memory, 16-byte aligned.
+        arrived: mbarrier, one arrival and 16 transaction bytes per query.
+    """
+
+    def __init__(self, reply: cute.Pointer, arrived: cute.Pointer):
+        self.reply = reply
+        self.arrived = arrived
+
+    def init(self) -> None:
+        """Arrival count (one thread)."""
+        cute.arch.mbarrier_init(self.arrived, 1)
+
+    @cute.jit
+    def ask(self):
+        """Ask that the launch of a cluster that has not started be cancelled. Not after a refusal."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.arrived, 16)
+            cute.arch.issue_clc_query(self.arrived, self.reply, multicast=False)
+
+    @cute.jit
+    def answer(self, phase: Int32) -> Int32:
+        """1 if a launch was cancelled for us, 0 for a refusal (whole warp)."""
+        cute.arch.mbarrier_wait(self.arrived, phase)
+        _, _, _, granted = cute.arch.clc_response(self.reply)
+        # The next query writes the reply through the async proxy.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        return granted
