@@ -93,6 +93,11 @@ def bf16_high(pair: Uint32) -> Float32:
     )
 
 
+def unpack_bf16(pair: Uint32) -> tuple[Float32, Float32]:
+    """The low and the high half of a BF16x2 as FP32, exact."""
+    return bf16_low(pair), bf16_high(pair)
+
+
 # ---- data movement ----
 
 

@@ -19,9 +19,8 @@ class MokError(RuntimeError):
         super().__init__(rule, value, remedy)  # args rebuild the error when it is unpickled
 
     def __str__(self) -> str:
-        found = f"; found {self.value}" if str(self.value) else ""
-        remedy = f". {self.remedy}" if self.remedy else ""
-        return f"{self.rule}{found}{remedy}"
+        text = f"{self.rule}; found {self.value}" if str(self.value) else self.rule
+        return f"{text.rstrip('.')}. {self.remedy}" if self.remedy else text
 
 
 class ShapeError(MokError, ValueError):

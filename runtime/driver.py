@@ -6,8 +6,10 @@ into a ``DriverError`` with the driver's own text.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 from mok.errors import DriverError, MissingDependencyError
@@ -115,3 +117,13 @@ def _primary_context(ordinal: int) -> Any:
 def use_device(ordinal: int) -> None:
     """Make a device's primary context (the one that torch uses) current on this thread."""
     call("cuCtxSetCurrent", _primary_context(ordinal))
+
+
+@contextlib.contextmanager
+def device_context(ordinal: int) -> Iterator[None]:
+    """Run driver calls on a device without changing the thread's current one."""
+    call("cuCtxPushCurrent", _primary_context(ordinal))
+    try:
+        yield
+    finally:
+        call("cuCtxPopCurrent")

@@ -29,6 +29,7 @@ from .operands import (
     LOAD_WARP,
     STORE_WARP,
     THREADS,
+    Bars,
     Buffers,
     Outputs,
     Schedule,
@@ -240,6 +241,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         class SharedStorage:
             full: cute.struct.MemRange[Int64, main.stages]
             empty: cute.struct.MemRange[Int64, main.stages]
+            written: cute.struct.MemRange[Int64, main.stages]
             queue_full: cute.struct.MemRange[Int64, DEPTH]
             queue_empty: cute.struct.MemRange[Int64, DEPTH]
             store_full: cute.struct.MemRange[Int64, stage.stages]
@@ -282,7 +284,9 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.shared_storage)
-        bars = Stages(storage.full.data_ptr(), storage.empty.data_ptr())
+        bars = Bars(
+            storage.full.data_ptr(), storage.empty.data_ptr(), storage.written.data_ptr()
+        )
         queue = TaskQueue(
             storage.queue_words.data_ptr(),
             storage.queue_full.data_ptr(),
@@ -301,6 +305,8 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         if warp == 0:
             if cute.arch.lane_idx() == 0:
                 main.init_barriers(bars)
+                for i in range(main.stages):
+                    cute.arch.mbarrier_init(bars.written + i, self.consumer_warps)
                 queue.init(1 + self.gather_threads // 32 + self.consumer_warps)
                 stage.init_barriers(stores)
             cute.arch.mbarrier_init_fence()
@@ -334,11 +340,11 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
     ):  # fmt: skip
         """Warp roles of a compute CTA."""
         if warp < 4:
-            cute.arch.setmaxregister_decrease(80)
+            cute.arch.setmaxregister_decrease(96)
             if warp == LOAD_WARP:
                 self.load_role(prog, queue, bars, smem, sources, schedule, sizes, buffers, watch)
             elif warp == STORE_WARP:
-                self.store_role(queue, stores, smem.sD, targets, sizes, buffers)
+                self.store_role(queue, bars, stores, smem, targets, sizes, buffers)
             elif warp >= GATHER_WARP:
                 if cutlass.const_expr(self.direct):
                     self.gather_role(thread, queue, bars, smem, schedule, sizes, buffers)

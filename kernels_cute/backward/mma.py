@@ -60,9 +60,9 @@ class MmaRoles:
                 stage, phase = main.mma_tile(
                     "km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase
                 )
-                chunk, chunk_phase, stage, phase = self.ddown_epilogue(
-                    acc, entry, routed, thread_row, w0, w1, limit, bars, smem, stores, sD_row,
-                    row, sizes, buffers, chunk, chunk_phase, stage, phase,
+                stage, phase = self.ddown_epilogue(
+                    acc, entry, routed, thread_row, w0, w1, limit, bars, smem, row,
+                    sizes, buffers, stage, phase,
                 )  # fmt: skip
             elif step == DX:
                 stage, phase = main.mma_tile(
@@ -127,10 +127,14 @@ class MmaRoles:
 
     @cute.jit
     def ddown_epilogue(
-        self, acc, entry, routed, thread_row, w0, w1, limit, bars, smem, stores, sD_row, row,
-        sizes, buffers, chunk, chunk_phase, stage, phase,
+        self, acc, entry, routed, thread_row, w0, w1, limit, bars, smem, row,
+        sizes, buffers, stage, phase,
     ):  # fmt: skip
-        """d_gate, d_up, w·hidden and the router-gradient partials of 64 columns at a time."""
+        """d_gate, d_up, w·hidden and the router-gradient partials of 64 columns at a time.
+
+        gate and up arrive in a stage (A's place and B's left half); d_gate, d_up and w·hidden (B's right
+        half) leave from it: the store warp frees the stage.
+        """
         lane = cute.arch.lane_idx()
         main = self.mainloop
         sA_row = smem.sA.iterator.toint() + row * 128
@@ -145,26 +149,34 @@ class MmaRoles:
             partials = buffers.dw_partial
         for c in cutlass.range_constexpr(self.chunks):
             cute.arch.mbarrier_wait(bars.full + stage, phase)
-            gates, ups = [], []
-            for j in cutlass.range_constexpr(4):
-                at = ((2 * j + lane // 16) ^ (row % 8)) << 4
-                for pair in ptx.ldmatrix_x4(sA_row + stage * main.a_bytes + at):
-                    gates += ptx.unpack_bf16(pair)
-                for pair in ptx.ldmatrix_x4(sB_row + stage * main.b_bytes + at):
-                    ups += ptx.unpack_bf16(pair)
-            cute.arch.sync_warp()
-            main.release(bars, stage)
-            stage, phase = advance(stage, phase, main.stages)
             parts = [Float32(0.0), Float32(0.0)]
-            d_gates, d_ups, weighted = [], [], []
-            for i in cutlass.range_constexpr(32):
-                half = i // 2 % 2
-                d_hidden = acc[c * 32 + i]
-                g = swiglu_backward(gates[i], ups[i], d_hidden, (w0, w1)[half], limit)
-                parts[half] = ptx.fma_rn(d_hidden, g.hidden, parts[half])
-                d_gates.append(g.gate)
-                d_ups.append(g.up)
-                weighted.append(g.weighted)
+            sA_at = sA_row + stage * main.a_bytes
+            sB_at = sB_row + stage * main.b_bytes
+            for j in cutlass.range_constexpr(4):  # 16 columns
+                at = ((2 * j + lane // 16) ^ (row % 8)) << 4
+                gates, ups = ptx.ldmatrix_x4(sA_at + at), ptx.ldmatrix_x4(sB_at + at)
+                d_gates, d_ups, weighted = [], [], []
+                for i in cutlass.range_constexpr(4):  # two columns of one row
+                    half = i % 2
+                    g, u = ptx.unpack_bf16(gates[i]), ptx.unpack_bf16(ups[i])
+                    pair = []
+                    for side in cutlass.range_constexpr(2):
+                        d_hidden = acc[c * 32 + j * 8 + 2 * i + side]
+                        d = swiglu_backward(g[side], u[side], d_hidden, (w0, w1)[half], limit)
+                        parts[half] = ptx.fma_rn(d_hidden, d.hidden, parts[half])
+                        pair.append(d)
+                    d_gates.append(ptx.pack_bf16(pair[0].gate, pair[1].gate))
+                    d_ups.append(ptx.pack_bf16(pair[0].up, pair[1].up))
+                    weighted.append(ptx.pack_bf16(pair[0].weighted, pair[1].weighted))
+                # In place: the stage belongs to these warps until the store warp frees it.
+                ptx.stmatrix_x4(sA_at + at, *d_gates)
+                ptx.stmatrix_x4(sB_at + at, *d_ups)
+                ptx.stmatrix_x4(sB_at + main.a_bytes + at, *weighted)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars.written + stage)
+            stage, phase = advance(stage, phase, main.stages)
             column = entry.n * self.chunks + c
             for half in cutlass.range_constexpr(2):
                 part = add_butterfly(parts[half], 4)
@@ -177,11 +189,7 @@ class MmaRoles:
                         + column,
                         part,
                     )
-            for values in (d_gates, d_ups, weighted):
-                chunk, chunk_phase = self.staging.put(
-                    values, stores, sD_row, row, chunk, chunk_phase
-                )
-        return chunk, chunk_phase, stage, phase
+        return stage, phase
 
     def inside(self, routed, row, sizes):
         """Routed rows are padded to whole tiles; the shared expert's end with the tokens."""

@@ -14,6 +14,14 @@ WARPS = THREADS // 32
 CHUNK_N = 64  # columns that share a router-gradient partial; also of a staging buffer
 
 
+class Bars(NamedTuple):
+    """The mbarriers of the A/B stages, with ``written``: the MMA warps have put results into a stage."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    written: cute.Pointer
+
+
 class Sources(NamedTuple):
     """TMA loads. ``_t``: the contraction runs over rows (MN-major operand)."""
 

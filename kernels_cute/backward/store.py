@@ -14,18 +14,22 @@ class StoreRoles:
     """Mixin of ``BackwardKernel``."""
 
     @cute.jit
-    def store_role(self, queue, stores, sD, targets, sizes, buffers):
+    def store_role(self, queue, bars, stores, smem, targets, sizes, buffers):
         """Write what the MMA warps stage, in their order; signal a tile once it is in memory."""
         staging, zero = self.staging, Int32(0)
         base = int_ptr(buffers.counters)
         counters = counter_layout(sizes.max_minibatches, sizes.max_blocks, sizes.max_groups, 0)
 
         def to(*tmas):
-            return tuple(staging.partition(tma, sD) for tma in tmas)
+            return tuple(staging.partition(tma, smem.sD) for tma in tmas)
 
         replayed = to(targets.replay_gate, targets.replay_up)
-        d_hidden = to(targets.d_gate, targets.d_up, targets.weighted)
-        shared_d_hidden = to(targets.shared_d_gate, targets.shared_d_up, targets.shared_weighted)
+        d_hidden = self.in_place(
+            smem, targets.d_gate, targets.d_up, targets.weighted
+        )
+        shared_d_hidden = self.in_place(
+            smem, targets.shared_d_gate, targets.shared_d_up, targets.shared_weighted
+        )
         dx, shared_dx = to(targets.dx), to(targets.shared_dx)
         dw_gate, dw_up, dw_down = to(targets.dw_gate), to(targets.dw_up), to(targets.dw_down)
         shared_dw_gate, shared_dw_up = to(targets.shared_dw_gate), to(targets.shared_dw_up)
@@ -33,6 +37,7 @@ class StoreRoles:
         up_chunks = self.tile.up_n // staging.CHUNK_N
         slot, slot_phase = Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
+        stage, written = Int32(0), Int32(0)  # the load warp's position; phases of bars.written
         kind = Int32(DX)
         while kind != END:
             entry = queue.get(slot, slot_phase, Entry)
@@ -44,8 +49,8 @@ class StoreRoles:
                 )
                 staging.signal(base + counters.replay + entry.block)
             elif kind == DDOWN:
-                chunk, phase = staging.store_tile(
-                    stores, d_hidden, entry.ring_block, n, self.chunks, zero, chunk, phase
+                written = self.store_stages(
+                    bars, d_hidden, entry.ring_block, n, stage + entry.k_tiles, written
                 )
                 staging.signal(base + counters.ddown + entry.block)
             elif kind == DX:
@@ -55,8 +60,8 @@ class StoreRoles:
                 )
                 staging.signal(base + counters.dx + entry.minibatch)
             elif kind == SHARED + DDOWN:
-                chunk, phase = staging.store_tile(
-                    stores, shared_d_hidden, entry.block, n, self.chunks, zero, chunk, phase
+                written = self.store_stages(
+                    bars, shared_d_hidden, entry.block, n, stage + entry.k_tiles, written
                 )
                 staging.signal(base + counters.shared + entry.block)
             elif kind == SHARED + DX:
@@ -74,7 +79,42 @@ class StoreRoles:
                             stores, (shared_dw_gate, shared_dw_up, shared_dw_down),
                             entry, kind - SHARED, chunk, phase,
                         )  # fmt: skip
+            steps = entry.k_tiles
+            if kind == DDOWN or kind == SHARED + DDOWN:
+                steps += self.chunks
+            stage = (stage + steps) % self.mainloop.stages
         staging.drain()
+
+    def in_place(self, smem, d_gate, d_up, weighted):
+        """Store targets whose source is a stage: A's place, B's left and right half."""
+        return (
+            self.staging.partition(d_gate, smem.sA),
+            self.staging.partition(d_up, smem.sB_half),
+            self.staging.partition(weighted, smem.sB_half),
+        )
+
+    @cute.jit
+    def store_stages(self, bars, targets, row_tile, n, stage, written):
+        """Store the results that the MMA warps put into the stages of a dgrad-down task, and free them.
+
+        Bit s of ``written`` is the phase of stage s's ``written`` barrier; returns it updated.
+        """
+        d_gate, d_up, weighted = targets
+        for c in cutlass.range_constexpr(self.chunks):
+            at = (stage + c) % self.mainloop.stages
+            column = n * self.chunks + c
+            cute.arch.mbarrier_wait(bars.written + at, (written >> at) & 1)
+            written ^= Int32(1) << at
+            for target, slot in ((d_gate, at), (d_up, 2 * at), (weighted, 2 * at + 1)):
+                cute.copy(
+                    target.atom, target.tXsX[None, slot], target.tXgX[None, row_tile, column, 0]
+                )
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(bars.empty + at, arrive_count=self.consumer_warps)
+        return written
 
     @cute.jit
     def store_gradient(self, stores, outputs, entry, kind, chunk, phase):

@@ -52,19 +52,27 @@ class Staging(Invariant):
         """Partition a store target into chunks: global (TMA, row tile, column, batch), shared (TMA, stage)."""
         return partition(tma, sD, (self.tile_m, self.CHUNK_N))
 
-    @cute.jit
     def put(
         self, values, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32,
+        piece: int = 0,
+    ):  # fmt: skip
+        """Round FP32 ``values`` in the order of ``write`` to BF16; otherwise as ``put_packed``."""
+        packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        return self.put_packed(packed, bars, sD_row, row, chunk, phase, piece)
+
+    @cute.jit
+    def put_packed(
+        self, packed, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32,
         piece: cutlass.Constexpr[int] = 0,
     ):  # fmt: skip
-        """Round piece ``piece`` of 64 columns of this warp's rows to BF16 into buffer ``chunk``; hand over the last.
+        """Write piece ``piece`` of 64 columns of this warp's rows into buffer ``chunk``; hand over the last.
 
-        ``values``: FP32 in the order of ``write``. ``row``: the tile row whose address this lane gives,
-        ``sD_row`` that address in buffer 0. Returns the next (chunk, phase).
+        ``packed``: 16 BF16x2 of the thread in the order of ``write``. ``row``: the tile row whose address
+        this lane gives; ``sD_row``: its address in buffer 0. Returns the next (chunk, phase).
         """
         if cutlass.const_expr(piece == 0):
             cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
-        self.write(values, sD_row + chunk * (self.tile_m * self.CHUNK_N * 2), row, piece)
+        self.write(packed, sD_row + chunk * (self.tile_m * self.CHUNK_N * 2), row, piece)
         if cutlass.const_expr(piece == self.PIECES - 1):
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
@@ -73,19 +81,15 @@ class Staging(Invariant):
             chunk, phase = advance(chunk, phase, self.stages)
         return chunk, phase
 
-    @cute.jit
-    def write(self, values, address: Int32, row: Int32, piece: cutlass.Constexpr[int]):
-        """32 values in wgmma's accumulator order (per 8 columns: two of row lane/4, two of row lane/4+8).
+    def write(self, packed, address: Int32, row: Int32, piece: int) -> None:
+        """64 columns in wgmma's accumulator order (per 8: two of row lane/4, two of row lane/4+8).
 
         ``row`` is lane%16 of the warp's rows.
         """
         lane = cute.arch.lane_idx()
-        for j in cutlass.range_constexpr(4):
-            packed = [
-                ptx.pack_bf16(values[8 * j + 2 * i], values[8 * j + 2 * i + 1]) for i in range(4)
-            ]
+        for j in range(4):
             column = 2 * j + lane // 16
-            ptx.stmatrix_x4(address + ((column ^ (row % 8)) << 4), *packed)
+            ptx.stmatrix_x4(address + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4])
 
     @cute.jit
     def store(
@@ -131,16 +135,14 @@ class Staging(Invariant):
 
 
 class RowStaging(Staging):
-    """The same buffers filled from tensor memory, where a thread holds columns of one row (32 at a time)."""
+    """The same buffers filled from tensor memory, where a thread holds columns of one row."""
 
     PIECES = 2
 
-    @cute.jit
-    def write(self, values, address: Int32, row: Int32, piece: cutlass.Constexpr[int]):
-        """32 values: columns 32*piece … of this thread's row ``row``."""
-        for j in cutlass.range_constexpr(4):
-            packed = [
-                ptx.pack_bf16(values[8 * j + 2 * i], values[8 * j + 2 * i + 1]) for i in range(4)
-            ]
+    def write(self, packed, address: Int32, row: Int32, piece: int) -> None:
+        """Columns 32*piece … 32*piece+31 of this thread's row ``row``."""
+        for j in range(4):
             column = 4 * piece + j
-            ptx_sm100.shared_store_16(address + ((column ^ (row % 8)) << 4), *packed)
+            ptx_sm100.shared_store_16(
+                address + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4]
+            )

@@ -331,31 +331,26 @@ class Mainloop(Invariant):
         row_bytes = Int64(columns) * 2
         source = x_address + Int64(first_column + chunk * 8) * 2
         target = stage_address + first * 128 + ((chunk ^ (first % 8)) << 4)
-        upcoming = cute.make_rmem_tensor((per_thread,), Int32)
+        ids = cute.make_rmem_tensor((per_thread,), Int32)
         for i in cutlass.range_constexpr(per_thread):
-            upcoming[i] = cute.arch.load(routes + first + i * row_step, Int32)
-        tokens = cute.make_rmem_tensor((per_thread,), Int32)
+            ids[i] = cute.arch.load(routes + first + i * row_step, Int32)
         for k in cutlass.range(k_tiles, unroll=1):
-            for i in cutlass.range_constexpr(per_thread):
-                tokens[i] = select(upcoming[i] < 0, Int32(-1), upcoming[i] // topk)
-            if k + 1 < k_tiles:
-                for i in cutlass.range_constexpr(per_thread):
-                    at = (k + 1) * self.TILE_K + first + i * row_step
-                    upcoming[i] = cute.arch.load(routes + at, Int32)
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
-            for s in cutlass.range_constexpr(strips):
-                inside = first_column + s * 64 < columns
-                for i in cutlass.range_constexpr(per_thread):
-                    row = tokens[i]
-                    valid = select(inside, Int32(row >= 0), Int32(0))
+            for i in cutlass.range_constexpr(per_thread):
+                token = select(ids[i] < 0, Int32(-1), ids[i] // topk)
+                for s in cutlass.range_constexpr(strips):
+                    inside = first_column + s * 64 < columns
+                    valid = select(inside, Int32(token >= 0), Int32(0))
                     ptx.cp_async_16(
                         target + stage * stage_bytes + s * 8192 + i * row_step * 128,
-                        source
-                        + Int64(valid * row) * row_bytes
-                        + Int64(select(inside, Int32(s * 128), Int32(0))),
+                        source + Int64(valid * token) * row_bytes + Int64(valid * (s * 128)),
                         valid * 16,
                     )
             cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
+            if k + 1 < k_tiles:  # the next step's routes travel while the MMA works
+                for i in cutlass.range_constexpr(per_thread):
+                    at = (k + 1) * self.TILE_K + first + i * row_step
+                    ids[i] = cute.arch.load(routes + at, Int32)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 

@@ -8,11 +8,12 @@
 
 from mok.reference.cases import ROUTINGS, Case, Experts, integer_case, random_case, routing
 from mok.reference.layer import forward_reference, swiglu, token_sum
-from mok.reference.oracle import forward_loop, forward_oracle, relative_l2
+from mok.reference.oracle import BF16_LIMIT, forward_loop, forward_oracle, relative_l2
 from mok.reference.precision import fma32, ieee_matmul
 from mok.reference.schedule import RankSchedule, schedule_reference, token_order
 
 __all__ = [
+    "BF16_LIMIT",
     "ROUTINGS",
     "Case",
     "Experts",

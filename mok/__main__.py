@@ -1,0 +1,7 @@
+"""``python -m mok``."""
+
+import sys
+
+from mok.cli import main
+
+sys.exit(main())

@@ -1,0 +1,247 @@
+"""Which implementation runs a forward pass here, and the one function that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mok.config import Config, Shape, tile_rows
+from mok.errors import DeviceError, MissingDependencyError
+from mok.reference import Case, forward_reference
+
+if TYPE_CHECKING:
+    from mok.runtime.device import DeviceInfo
+
+KERNEL_ARCHS = ("sm_90a",)
+"""Architectures with a forward kernel. A GPU of another one falls back to the reference."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs.
+
+    Attributes:
+        kind: "kernel" (a GPU), "emulator" (the compiled kernel on the CPU) or "reference".
+        name: for people: "sm_90a on NVIDIA H200", "sm_90a in the emulator", "scheduled reference
+            (CPU)". Printed with every result.
+        arch: what the kernel is compiled for; None for the reference.
+        device: where the tensors live.
+        note: why there is no kernel, where one might be expected.
+        info: the GPU, for a kernel.
+    """
+
+    kind: str
+    name: str
+    arch: str | None
+    device: torch.device
+    note: str = ""
+    info: DeviceInfo | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.kind == "kernel"
+
+    def announce(self, say: Callable[[str], None]) -> None:
+        """Say what runs, and why there is no kernel where there is none."""
+        say(f"Running on: {self.name}")
+        if self.note:
+            say(f"No kernel: {self.note}")
+
+
+def choose_backend(arch: str | None = None, emulate: bool = False) -> Backend:
+    """The best backend present, or the one asked for.
+
+    Args:
+        arch: a kernel of this architecture and nothing else. None: the kernel of the current GPU
+            if there is one, else the scheduled reference, with the reason in ``note``.
+        emulate: run the kernel for ``arch`` (by default sm_90a) in the CPU emulator.
+
+    Raises:
+        DeviceError: the kernel that was asked for cannot run here, or does not exist.
+    """
+    cpu = torch.device("cpu")
+    if arch is not None:
+        tile_rows(arch)  # a known name?
+    if emulate:
+        arch = arch or KERNEL_ARCHS[0]
+        require_kernel(arch)
+        return Backend("emulator", f"{arch} in the emulator", arch, cpu)
+    info, reason = _usable_gpu()
+    if arch is not None:
+        require_kernel(arch)
+        if info is None or info.arch != arch:
+            raise DeviceError(
+                f"a kernel for {arch} needs a GPU of that architecture",
+                reason or f"{info.name} ({info.arch})" if info else reason,
+                "Add --emulate to run it on the CPU, or leave --arch out",
+            )
+    if info is None:
+        return Backend("reference", "scheduled reference (CPU)", None, cpu, reason)
+    device = torch.device("cuda", info.ordinal)
+    return Backend("kernel", f"{info.arch} on {info.name}", info.arch, device, "", info)
+
+
+def require_kernel(arch: str) -> None:
+    """Raise DeviceError unless there is a forward kernel for ``arch``."""
+    if arch not in KERNEL_ARCHS:
+        raise DeviceError(
+            "a forward kernel must exist for the architecture",
+            arch,
+            f"Kernels exist for: {', '.join(KERNEL_ARCHS)}",
+        )
+
+
+def _usable_gpu() -> tuple[DeviceInfo | None, str]:
+    """The current GPU if a kernel can run on it, else None and the reason."""
+    from mok.runtime.device import best_backend
+
+    found = best_backend()
+    if found.device is None or found.arch is None:
+        return None, found.reason
+    if found.arch not in KERNEL_ARCHS:
+        return None, f"no kernel yet for {found.device.name} ({found.arch})"
+    if not torch.cuda.is_available():
+        return None, f"{found.device.name} is present, but this torch was built without CUDA"
+    return found.device, ""
+
+
+def run_forward(
+    case: Case,
+    ep_size: int,
+    backend: Backend,
+    *,
+    config: Config | None = None,
+    tokens_per_rank: Sequence[int] | None = None,
+) -> Tensor:
+    """One forward pass over the case's tokens on ``ep_size`` virtual ranks: BF16 [N, H].
+
+    Args:
+        config: tunables; ``Config.suggest`` by default. The reference uses its batch sizes.
+        tokens_per_rank: how the tokens are split; evenly by default.
+    """
+    return prepare_forward(case, ep_size, backend, config, tokens_per_rank)()
+
+
+def prepare_forward(
+    case: Case,
+    ep_size: int,
+    backend: Backend,
+    config: Config | None = None,
+    tokens_per_rank: Sequence[int] | None = None,
+) -> Callable[[], Tensor]:
+    """A function that runs the pass, schedule included, in a workspace that is made once."""
+    lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
+    if backend.kind == "reference":
+        sizes = (
+            {"minibatch": config.minibatch_size, "macrobatch": config.macrobatch_size}
+            if config
+            else {}
+        )
+        return lambda: forward_reference(case, ep_size, tokens_per_rank=lengths, **sizes)
+    prepared = _prepare_kernel(case, lengths, backend, config)
+    if backend.kind == "kernel":
+        return prepared
+
+    def emulated() -> Tensor:
+        with _emulator(backend.arch):
+            return prepared()
+
+    return emulated
+
+
+def _prepare_kernel(
+    case: Case, lengths: list[int], backend: Backend, config: Config | None
+) -> Callable[[], Tensor]:
+    from mok import functional
+    from mok.runtime.group import Group
+
+    ep_size = len(lengths)
+    full = case.shape
+    shape = Shape(
+        max(lengths, default=0),
+        full.hidden_size,
+        full.intermediate_size,
+        full.num_experts,
+        full.topk,
+        ep_size,
+        full.shared_intermediate_size,
+    )
+    config = config or Config.suggest(shape, backend.info or "h200")
+    device = backend.device
+    group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
+    workspace = functional.create_workspace(
+        config,
+        group,
+        device=device,
+        max_tokens=max(shape.num_tokens, 1),
+        hidden_size=shape.hidden_size,
+        topk=shape.topk,
+    )
+    # One entry per rank of this process; with one rank, plain tensors.
+    placement = [shape.experts_on(r) for r in range(ep_size)]
+    x = case.x.split(lengths)
+    ids = case.top_experts.split(lengths)
+    weights = case.router_weights.split(lengths)
+    routed = [case.routed[p.start : p.stop] for p in placement]
+    shared = case.shared
+    shared_weights = (
+        (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
+    )
+
+    def each(values: Sequence[Any]) -> Any:
+        return values[0] if ep_size == 1 else list(values)
+
+    def run() -> Tensor:
+        schedule = functional.build_schedule(
+            workspace, config, each(ids), num_local_experts=each([len(p) for p in placement])
+        )
+        output, _ = functional.forward(
+            config,
+            workspace,
+            schedule,
+            each(x),
+            each(weights),
+            *shared_weights,
+            each([r.gate for r in routed]),
+            each([r.up for r in routed]),
+            each([r.down for r in routed]),
+            swiglu_limit=case.swiglu_limit,
+        )
+        return output if ep_size == 1 else torch.cat(list(output))
+
+    return run
+
+
+def _emulator(arch: str | None) -> contextlib.AbstractContextManager[Any]:
+    try:
+        from mok.tools.emulator import Emulator
+    except ImportError as error:
+        raise MissingDependencyError(
+            "--emulate needs mok.tools.emulator", str(error), "Install the repository as a whole"
+        ) from error
+    return Emulator(arch)
+
+
+def measure_ms(run: Callable[[], Any], backend: Backend, repeats: int = 10) -> float:
+    """Median milliseconds of one call, after one that is not counted."""
+    run()
+    if not backend.on_gpu:
+        begin = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - begin)
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)

@@ -1,0 +1,87 @@
+"""The command line. Exit code 0 means that everything checked holds, 1 that something does not,
+2 that the command could not run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from mok.commands import check, compile, demo, doctor, wave
+from mok.errors import MokError
+
+
+class Command(Protocol):
+    """A subcommand: a module of ``mok.commands``."""
+
+    NAME: str
+    HELP: str
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's own arguments."""
+
+    def run(self, args: argparse.Namespace, progress: Console) -> dict[str, Any]:
+        """Do the work and return the document that ``--json`` prints."""
+
+    def passed(self, document: dict[str, Any]) -> bool:
+        """Whether everything checked holds."""
+
+    def show(self, document: dict[str, Any], console: Console) -> None:
+        """Print the document for people."""
+
+
+COMMANDS: tuple[Command, ...] = (demo, check, compile, wave, doctor)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``mok``, one subparser per command."""
+    parser = argparse.ArgumentParser(
+        prog="mok", description="Mixture-of-experts layers, one kernel per direction."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
+        command.configure(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON document instead")
+        sub.set_defaults(implementation=command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    command: Command = args.implementation
+    progress = Console(stderr=True)
+    try:
+        # With --json nothing but the document may reach standard output.
+        guard = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
+        with guard:
+            document = command.run(args, progress)
+    except MokError as error:
+        if args.json:
+            found = {"rule": error.rule, "value": str(error.value), "remedy": error.remedy}
+            print(json.dumps({"error": {"type": type(error).__name__, **found}}))
+        progress.print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        return 2
+    if args.json:
+        print(json.dumps(_finite(document), allow_nan=False))
+    else:
+        command.show(document, Console())
+    return 0 if command.passed(document) else 1
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null, and the entry's ``ok`` says the rest."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,109 @@
+"""The cases of ``mok check forward``, for each kind of backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mok.backends import Backend
+from mok.commands.shapes import fit_to_gpu, shrink
+from mok.config import Config, Shape
+from mok.models import MODELS
+from mok.reference import BF16_LIMIT, ROUTINGS, Case, integer_case, random_case
+
+GPU_MODEL_TOKENS = 4096
+SMALL_RING = Config(2, 2, minibatch_size=256, macrobatch_size=512)
+
+
+@dataclass(frozen=True)
+class CheckCase:
+    """One comparison with the oracle. ``make`` builds the inputs, late: they may be large.
+
+    ``metric`` is "relative_l2", or "mismatches": elements that differ from an exact result.
+    """
+
+    name: str
+    make: Callable[[], Case]
+    ep_size: int
+    metric: str
+    limit: float
+    config: Config | None = None
+    tokens_per_rank: tuple[int, ...] | None = None
+
+
+def forward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
+    """Models with random values, then exact cases over routings, ranks, sizes and rings.
+
+    With ``model``, its shape alone, with random and with exact values.
+    """
+    names = [model] if model else list(MODELS)
+    if quick and not model:
+        names = ["qwen3-30b-a3b", "deepseek-v3"]
+    for name in names:
+        yield from _model_cases(backend, name)
+    if not model:
+        yield from _exact_cases(backend, quick)
+
+
+def _model_cases(backend: Backend, name: str) -> Iterator[CheckCase]:
+    real = Shape.of_model(MODELS[name], GPU_MODEL_TOKENS)
+    if backend.on_gpu:
+        shape, ep_size = fit_to_gpu(real, backend.device), 1
+    else:
+        factor = 32 if backend.kind == "emulator" else 16
+        shape = shrink(dataclasses.replace(real, num_tokens=32), factor)
+        ep_size = 4
+    for make, metric, limit in (
+        (random_case, "relative_l2", BF16_LIMIT),
+        (integer_case, "mismatches", 0.0),
+    ):
+        yield CheckCase(
+            f"{name} {_text(shape)} EP {ep_size}, {make.__name__.replace('_case', '')}",
+            lambda make=make: make(shape, device=backend.device),  # type: ignore[misc]
+            ep_size,
+            metric,
+            limit,
+        )
+
+
+def _exact_cases(backend: Backend, quick: bool) -> Iterator[CheckCase]:
+    device = backend.device
+    tokens = 4096 if backend.on_gpu else 40
+
+    def exact(
+        name: str, shape: Shape, ep_size: int = 1, kind: str = "random", **more: object
+    ) -> CheckCase:
+        limit = 128.0 if kind == "skewed" else None  # one routing with the clamp, too
+        return CheckCase(
+            f"{name}: {_text(shape)} EP {ep_size}, integer {kind}",
+            lambda: integer_case(shape, kind=kind, device=device, swiglu_limit=limit),
+            ep_size,
+            "mismatches",
+            0.0,
+            **more,  # type: ignore[arg-type]
+        )
+
+    base = Shape(tokens, 192, 320, 10, 4, shared_intermediate_size=128)
+    for ep_size in (1, 3) if quick else (1, 2, 3, 4, 8):
+        for kind in ("random", "dropped") if quick else ROUTINGS:
+            yield exact("routing", base, ep_size, kind)
+    if quick:
+        return
+    for t in (0, 1, 7, 255):
+        yield exact("tokens", dataclasses.replace(base, num_tokens=t), 2)
+    yield exact("one expert, K 1", Shape(tokens, 64, 64, 1, 1))
+    yield exact("K 32", Shape(tokens, 64, 64, 40, 32))
+    yield exact("more ranks than experts", Shape(tokens, 64, 64, 3, 2), 64)
+    uneven = (tokens - 5, 0, 5)
+    yield exact("a rank with no token", base, 3, tokens_per_rank=uneven)
+    ring = Shape(tokens, 64, 128, 2, 8) if backend.on_gpu else Shape(250, 64, 64, 2, 8)
+    yield exact("the ring wraps", ring, 2, config=SMALL_RING)
+
+
+def _text(shape: Shape) -> str:
+    shared = shape.shared_intermediate_size
+    return (
+        f"T {shape.num_tokens} H {shape.hidden_size} I {shape.intermediate_size} "
+        f"E {shape.num_experts} K {shape.topk}" + (f" shared {shared}" if shared else "")
+    )

@@ -1,0 +1,498 @@
+"""The symmetric heap: one address space in which rank r's memory lies at base + r * stride.
+
+Every rank allocates the same things in the same order, so a tensor has one offset on all ranks, a
+peer's address is arithmetic, and one TMA descriptor can span all ranks. Memory grows in chunks; the
+address space for them is reserved at the start, so addresses never change.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mok.errors import CapacityError, DeviceError, GroupError, ResourceError, ShapeError
+from mok.runtime.group import Group
+from mok.runtime.memory import CudaMemory, Memory
+from mok.runtime.memory_host import HostMemory
+from mok.runtime.rendezvous import agree, host_identity, together
+from mok.runtime.views import tensor_at
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 256
+MAX_STRIDE = 1 << 40  # limit of a TMA descriptor's strides
+
+
+@dataclass(frozen=True)
+class HeapOptions:
+    """How to make a heap; sizes are bytes per rank.
+
+    Attributes:
+        size: memory to allocate at once; more is allocated as needed.
+        max_size: address space per rank, the limit of growth and the stride between ranks
+            (rounded up to the memory's granularity). Costs no memory.
+        memory: "cuda", or "host" for the emulator and tests without a GPU.
+        handle: how other processes get at the memory. "auto" takes "none" for virtual ranks,
+            "posix_fd" where all ranks share a host, else "fabric".
+    """
+
+    size: int = 0
+    max_size: int = 1 << 37
+    memory: Literal["cuda", "host"] = "cuda"
+    handle: Literal["auto", "fabric", "posix_fd", "none"] = "auto"
+
+
+class Allocator:
+    """Offsets within [0, size): first fit, 256-byte aligned, neighbours merged when freed.
+
+    Deterministic, so that ranks which make the same calls get the same offsets.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.used = 0
+        self._free: list[tuple[int, int]] = []  # (start, end), sorted, never touching
+        self._taken: dict[int, int] = {}
+
+    def grow(self, size: int) -> None:
+        """Add [self.size, size)."""
+        start, self.size = self.size, size
+        self._insert(start, size)
+
+    def missing(self, size: int) -> int:
+        """How much ``grow`` must add before ``size`` bytes fit; 0 if they do."""
+        size = _align(size, ALIGNMENT)
+        if any(end - start >= size for start, end in self._free):
+            return 0
+        tail = 0
+        if self._free and self._free[-1][1] == self.size:
+            tail = self._free[-1][1] - self._free[-1][0]
+        return size - tail
+
+    def take(self, size: int) -> int:
+        """The offset of a new block; the caller has made sure that it fits."""
+        size = max(_align(size, ALIGNMENT), ALIGNMENT)
+        for i, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                if end - start == size:
+                    del self._free[i]
+                else:
+                    self._free[i] = (start + size, end)
+                self._taken[start] = size
+                self.used += size
+                return start
+        raise CapacityError(f"{size} bytes must fit the heap", f"{self.size - self.used} are free")
+
+    def give(self, offset: int) -> None:
+        """Free a block by its offset."""
+        size = self._taken.pop(offset, None)
+        if size is None:
+            raise ShapeError("Only a block that is in use can be freed", f"offset {offset}")
+        self.used -= size
+        self._insert(offset, offset + size)
+
+    def _insert(self, start: int, end: int) -> None:
+        i = bisect.bisect(self._free, (start, end))
+        if i < len(self._free) and self._free[i][0] == end:
+            end = self._free.pop(i)[1]
+        if i > 0 and self._free[i - 1][1] == start:
+            start = self._free.pop(i - 1)[0]
+            i -= 1
+        self._free.insert(i, (start, end))
+
+
+def _align(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, eq=False)
+class SymmetricTensor:
+    """A contiguous tensor that exists on every rank, at the same offset.
+
+    Addresses are bytes: rank r's copy lies at ``base_address + r * rank_stride``.
+    """
+
+    heap: Heap
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def base_address(self) -> int:
+        """Address of rank 0's copy."""
+        return self.heap.base + self.offset
+
+    @property
+    def rank_stride(self) -> int:
+        return self.heap.stride
+
+    def address(self, rank: int) -> int:
+        """Address of a rank's copy, valid in this process."""
+        return self.heap.address(rank, self.offset)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This process' copy (of virtual ranks, the first one's), without copying."""
+        return self.peer(self.heap.group.rank)
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """A rank's copy as a torch tensor, without copying."""
+        self.heap.check_open()
+        index = self.heap.memory.device_index()
+        return tensor_at(self.address(rank), self.shape, self.dtype, index)
+
+    def free(self) -> None:
+        """Give the memory back to the heap. Collective, like ``heap.empty``."""
+        self.heap.free(self)
+
+
+class Heap:
+    """Symmetric memory of a group.
+
+    ``empty`` and ``free`` are collective: every rank makes the same calls in the same order. They
+    wait for other processes only when memory grows. Close it when done (or use it in ``with``);
+    ranks may close in any order. Tensors are invalid afterwards.
+
+    Attributes:
+        base, stride: rank r's heap starts at base + r * stride (bytes).
+        size: bytes of memory behind each rank's part now.
+    """
+
+    def __init__(self, group: Group, options: HeapOptions | None = None) -> None:
+        options = options or HeapOptions()
+        self.group = group
+        self.options = options
+        agree(group.rendezvous, "the heap's options", dataclasses.asdict(options))
+        self.memory: Memory = _memory(group, options)
+        self.handle_kind = _handle_kind(group, options, self.memory)
+        self.stride = _stride(options, self.memory.granularity)
+        self.size = 0
+        self.closed = False
+        self._allocator = Allocator()
+        self._undo: list[Callable[[], None]] = []  # unmappings, newest last
+        self._reserved = self.stride * group.size
+        self.base = self.memory.reserve(self._reserved)
+        try:
+            if options.size:
+                self._grow(options.size)
+        except BaseException:
+            self.close()
+            raise
+
+    # -------------------------------------------------------------- allocating
+
+    def empty(self, shape: Sequence[int] | int, dtype: torch.dtype) -> SymmetricTensor:
+        """A new tensor on every rank; contents are zero in fresh memory, else undefined.
+
+        Raises:
+            CapacityError: it does not fit ``max_size`` or the memory; nothing has changed then.
+            GroupError: ranks asked for different things (noticed when memory grows).
+        """
+        self.check_open()
+        sizes = (shape,) if isinstance(shape, int) else tuple(int(s) for s in shape)
+        if any(s < 0 for s in sizes):
+            raise ShapeError("Sizes of a symmetric tensor must not be negative", sizes)
+        nbytes = max(math.prod(sizes) * dtype.itemsize, 1)
+        if missing := self._allocator.missing(nbytes):
+            self._grow(missing, [list(sizes), str(dtype)])
+        return SymmetricTensor(self, self._allocator.take(nbytes), sizes, dtype)
+
+    def zeros(self, shape: Sequence[int] | int, dtype: torch.dtype) -> SymmetricTensor:
+        """Like ``empty``, and zeroed on torch's current stream. Peers' copies are zero once they
+        have come here too: put a barrier before writing to them."""
+        tensor = self.empty(shape, dtype)
+        for rank in self.group.local_ranks:
+            if tensor.nbytes:
+                self.memory.fill(tensor.address(rank), 0, tensor.nbytes, self.stream())
+        return tensor
+
+    def free(self, tensor: SymmetricTensor) -> None:
+        """Give a tensor's memory back to the heap (not to the system). Work that uses it must come
+        before whatever uses the memory next, on all ranks."""
+        self.check_open()
+        if tensor.heap is not self:
+            raise ShapeError("A tensor is freed by the heap it came from")
+        self._allocator.give(tensor.offset)
+
+    @property
+    def used(self) -> int:
+        """Bytes per rank in use."""
+        return self._allocator.used
+
+    # -------------------------------------------------------------- addresses
+
+    def address(self, rank: int, offset: int = 0) -> int:
+        """Where a rank's byte ``offset`` is mapped in this process."""
+        if not 0 <= rank < self.group.size:
+            raise ShapeError(f"rank must be in 0…{self.group.size - 1}", rank)
+        return self.base + rank * self.stride + offset
+
+    def peer(self, tensor: SymmetricTensor | torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's copy of a tensor of this heap, without copying.
+
+        A torch tensor (a slice or view of one of ours, contiguous or not) keeps its strides.
+
+        Raises:
+            ShapeError: the tensor does not lie in this heap.
+        """
+        if isinstance(tensor, SymmetricTensor):
+            return tensor.peer(rank)
+        self.check_open()
+        import torch
+
+        offset = self._offset_of(tensor)
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((s - 1) * step for s, step in steps) if tensor.numel() else 0
+        index = self.memory.device_index()
+        flat = tensor_at(self.address(rank, offset), (extent,), tensor.dtype, index)
+        return torch.as_strided(flat, tensor.shape, tensor.stride())
+
+    def _offset_of(self, tensor: torch.Tensor) -> int:
+        place = tensor.data_ptr() - self.base
+        offset = place % self.stride
+        if tensor.numel() and (not 0 <= place < self._reserved or offset >= self.size):
+            raise ShapeError(
+                "The tensor must lie in this symmetric heap",
+                f"its data is at {tensor.data_ptr():#x}",
+                "Make it with heap.empty, or slice one that was.",
+            )
+        return offset
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether a torch tensor's data lies in this process' own part of the heap."""
+        place = tensor.data_ptr() - self.address(self.group.rank)
+        return 0 <= place < self.size
+
+    # -------------------------------------------------------------- moving data
+
+    def put(
+        self,
+        target: SymmetricTensor | torch.Tensor,
+        source: torch.Tensor,
+        rank: int,
+        stream: Any = None,
+    ) -> None:
+        """Copy ``source`` into a rank's ``target`` on a stream; shapes and dtypes are equal."""
+        self._copy(self.peer(target, rank), source, stream)
+
+    def get(
+        self,
+        target: torch.Tensor,
+        source: SymmetricTensor | torch.Tensor,
+        rank: int,
+        stream: Any = None,
+    ) -> None:
+        """Copy a rank's ``source`` into ``target`` on a stream; shapes and dtypes are equal."""
+        self._copy(target, self.peer(source, rank), stream)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        if target.shape != source.shape or target.dtype != source.dtype:
+            raise ShapeError(
+                "put and get copy between equal shapes and dtypes",
+                f"{tuple(source.shape)} {source.dtype} to {tuple(target.shape)} {target.dtype}",
+            )
+        if not (target.is_contiguous() and source.is_contiguous()):
+            raise ShapeError(
+                "put and get copy contiguous tensors", remedy="Use peer() and copy_()."
+            )
+        if source.device.type != target.device.type:
+            raise DeviceError(
+                "put and get copy within one kind of memory", f"{source.device} to {target.device}"
+            )
+        if source.numel():
+            size = source.numel() * source.element_size()
+            self.memory.copy(target.data_ptr(), source.data_ptr(), size, self.stream(stream))
+
+    def signal(
+        self, word: SymmetricTensor, value: int, rank: int, index: int = 0, stream: Any = None
+    ) -> None:
+        """Set a rank's 32-bit ``word[index]`` once all earlier work of the stream is visible."""
+        self.memory.write_word(self._word(word, rank, index), value, self.stream(stream))
+
+    def wait(
+        self,
+        word: SymmetricTensor,
+        value: int,
+        index: int = 0,
+        stream: Any = None,
+        rank: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Hold a stream until this rank's ``word[index]`` is at least ``value`` (cyclically).
+
+        On a GPU the stream waits without limit and the host does not wait at all; use
+        ``Barrier`` where a limit matters. On the host it waits here, and raises MokTimeoutError.
+        """
+        mine = self.group.rank if rank is None else rank
+        limit = self.group.timeout_s if timeout_s is None else timeout_s
+        self.memory.wait_word(self._word(word, mine, index), value, self.stream(stream), limit)
+
+    def _word(self, word: SymmetricTensor, rank: int, index: int) -> int:
+        self.check_open()
+        if word.dtype.itemsize != 4 or not 0 <= index < math.prod(word.shape):
+            raise ShapeError(
+                "A signal is one element of a 32-bit symmetric tensor",
+                f"[{index}] of {word.shape} {word.dtype}",
+            )
+        return word.address(rank) + 4 * index
+
+    def stream(self, stream: Any = None) -> Any:
+        """A stream as an int handle: an int, an object with ``cuda_stream``, or torch's current."""
+        if self.memory.kind == "host":
+            return None
+        if stream is None:
+            import torch
+
+            stream = torch.cuda.current_stream(self.memory.device_index())
+        return int(getattr(stream, "cuda_stream", stream))
+
+    # -------------------------------------------------------------- growing and closing
+
+    def _grow(self, needed: int, why: Any = None) -> None:
+        """Add a chunk of at least ``needed`` bytes on every rank, the same everywhere."""
+        chunk = _align(needed, self.memory.granularity)
+        if self.size + chunk > self.stride:
+            raise CapacityError(
+                f"The symmetric heap is limited to {self.stride / 2**20:g} MiB per rank",
+                f"{(self.size + chunk) / 2**20:g} MiB needed",
+                "Raise HeapOptions.max_size.",
+            )
+        rendezvous = self.group.rendezvous
+        agree(rendezvous, "what to allocate", [self.size, chunk, why])
+        undo: list[Callable[[], None]] = []
+        try:
+            # Handles are given up at the end: a mapping keeps its memory.
+            with ExitStack() as handles:
+                with together(rendezvous, "Allocating symmetric memory"):
+                    token = self._map_own(chunk, handles, undo)
+                if token is not None:
+                    tokens = self._exchange(token)
+                    with together(rendezvous, "Mapping the memory of peers"):
+                        self._map_peers(chunk, tokens, handles, undo)
+        except BaseException:
+            _run_all(undo)
+            raise
+        self._undo += undo
+        self.size += chunk
+        self._allocator.grow(self.size)
+
+    def _map_own(
+        self, chunk: int, handles: ExitStack, undo: list[Callable[[], None]]
+    ) -> int | bytes | None:
+        """Allocate and map a chunk for each rank of this process; what to send to the others."""
+        for rank in self.group.local_ranks:
+            handle = self.memory.create(chunk, self.handle_kind)
+            handles.callback(self.memory.release, handle)
+            self._map(rank, chunk, handle, undo)
+            self.memory.fill(self.address(rank, self.size), 0, chunk, None)
+        if self.group.is_local:
+            return None
+        token = self.memory.export(handle, self.handle_kind)
+        if isinstance(token, int):
+            handles.callback(os.close, token)
+        return token
+
+    def _exchange(self, token: int | bytes) -> list[int] | list[bytes]:
+        rendezvous = self.group.rendezvous
+        if isinstance(token, int):
+            return rendezvous.all_gather_fd("heap memory", token)
+        return [bytes.fromhex(t) for t in rendezvous.all_gather("heap memory", token.hex())]
+
+    def _map_peers(
+        self,
+        chunk: int,
+        tokens: list[int] | list[bytes],
+        handles: ExitStack,
+        undo: list[Callable[[], None]],
+    ) -> None:
+        for descriptor in tokens:
+            if isinstance(descriptor, int):
+                handles.callback(os.close, descriptor)
+        for rank, token in enumerate(tokens):
+            if rank != self.group.rank:
+                handle = self.memory.import_handle(token, self.handle_kind)
+                handles.callback(self.memory.release, handle)
+                self._map(rank, chunk, handle, undo)
+
+    def _map(self, rank: int, chunk: int, handle: Any, undo: list[Callable[[], None]]) -> None:
+        address = self.address(rank, self.size)
+        self.memory.map(address, chunk, handle)
+        undo.append(lambda: self.memory.unmap(address, chunk))
+
+    def read(self, tensor: SymmetricTensor, rank: int | None = None) -> bytes:
+        """A copy's bytes as they are now, even while a kernel runs or hangs."""
+        self.check_open()
+        mine = self.group.rank if rank is None else rank
+        return self.memory.read(tensor.address(mine), tensor.nbytes)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ResourceError("The heap must be open", "it was closed")
+
+    def close(self) -> None:
+        """Unmap everything. Not collective: memory lives on while other ranks map it. Work that
+        uses the heap must have ended on this process' streams."""
+        if not self.closed:
+            self.closed = True
+            _run_all(self._undo)
+            self.memory.unreserve(self.base, self._reserved)
+            self.memory.close()
+
+    def __enter__(self) -> Heap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.used} of {self.size} bytes in use"
+        return f"<Heap of {self.group.size} ranks, {self.memory.kind}, {self.handle_kind}: {state}>"
+
+
+def _run_all(undo: list[Callable[[], None]]) -> None:
+    while undo:
+        undo.pop()()
+
+
+def _memory(group: Group, options: HeapOptions) -> Memory:
+    if options.memory == "host":
+        return HostMemory()
+    from mok.runtime.device import ordinal_of
+
+    return CudaMemory(ordinal_of(group.device))
+
+
+def _handle_kind(group: Group, options: HeapOptions, memory: Memory) -> str:
+    kind: str = options.handle
+    if kind == "auto":
+        if group.is_local:
+            return "none"
+        hosts = group.rendezvous.all_gather("hosts", host_identity())
+        kind = "posix_fd" if len(set(hosts)) == 1 else "fabric"
+    if kind not in memory.handle_kinds:
+        raise ResourceError(
+            f"Memory of kind {memory.kind} shares handles of kind {memory.handle_kinds}", kind
+        )
+    if kind == "none" and not group.is_local:
+        raise GroupError("Ranks in several processes share memory by handles", 'handle="none"')
+    return kind
+
+
+def _stride(options: HeapOptions, granularity: int) -> int:
+    stride = _align(max(options.max_size, options.size, 1), granularity)
+    if stride > MAX_STRIDE:
+        raise CapacityError(
+            "A rank's part of the heap is at most 2^40 bytes (a TMA stride)", options.max_size
+        )
+    return stride

@@ -1,0 +1,214 @@
+"""Asynchronous operations: queued when issued, completed at a moment that the seed chooses.
+
+Without a seed every operation completes when it is issued.  With one, each waits in a queue and
+the scheduler completes queued operations between the warps' turns, in any order that the model
+allows: loads in any order; the groups of one thread's stores in order of their phases (first the
+source is read, later the destination is written); one warp's MMAs in their order.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mok.tools.emulator import layout as L
+from mok.tools.emulator.errors import EmulatorError
+
+if TYPE_CHECKING:
+    from mok.tools.emulator.machine import Cluster, Cta, Machine, Warp
+
+
+@dataclass
+class Pending:
+    """One queued operation.  ``steps`` run in order, one per completion event."""
+
+    what: str
+    warp: "Warp"
+    pc: int
+    steps: list[Callable[[], None]]
+    done: int = 0
+    queue: Any = None  # operations of one queue run in order
+
+    @property
+    def finished(self) -> bool:
+        return self.done == len(self.steps)
+
+
+@dataclass
+class BulkGroups:
+    """Bulk groups of one thread: an open one and the committed ones, oldest first."""
+
+    open: list[Pending] = field(default_factory=list)
+    committed: list[list[Pending]] = field(default_factory=list)
+
+
+class AsyncEngine:
+    """Queue of pending operations of one machine."""
+
+    def __init__(self, machine: "Machine", seed: int | None) -> None:
+        self.machine = machine
+        self.immediate = seed is None
+        self.random = random.Random(seed)
+        self.pending: list[Pending] = []
+
+    def submit(
+        self, what: str, w: "Warp", steps: list[Callable[[], None]], queue: Any = None
+    ) -> Pending:
+        op = Pending(what, w, int(w.state[L.W_PC]), steps, queue=queue)
+        if self.immediate:
+            for step in steps:
+                step()
+            op.done = len(steps)
+            self.machine.sync_event()
+        else:
+            self.pending.append(op)
+        return op
+
+    def step(self, op: Pending) -> None:
+        op.steps[op.done]()
+        op.done += 1
+        if op.finished:
+            self.pending.remove(op)
+        self.machine.sync_event()
+
+    def advance(self) -> bool:
+        """Completes one step of a random operation that is allowed to go next."""
+        if not self.pending:
+            return False
+        op = self.random.choice(self.pending)
+        if op.queue is not None:
+            op = next(p for p in self.pending if p.queue is op.queue)
+        self.step(op)
+        return True
+
+    def drain(self) -> None:
+        while self.advance():
+            pass
+
+    def run_queue(self, queue: Any, keep: int = 0) -> None:
+        """Completes the operations of one ordered queue, oldest first."""
+        mine = [p for p in self.pending if p.queue is queue]
+        for op in mine[: len(mine) - keep]:
+            while not op.finished:
+                self.step(op)
+
+
+def complete_tx(
+    machine: "Machine", cluster: "Cluster", rank: int, offset: int, size: int, arrivals: int = 0
+) -> None:
+    """Transaction bytes arrive at the mbarrier at ``offset`` of CTA ``rank``."""
+    from mok.tools.emulator.mbarrier import mb_update, mb_valid
+
+    cta = cluster.ctas[rank]
+    host = int(cta.state[L.C_SMEM]) + offset
+    if offset & 7 or offset + 8 > cta.smem.size or not mb_valid(host):
+        raise EmulatorError(
+            "an asynchronous operation must signal an initialised mbarrier",
+            f"offset {offset:#x} of CTA {cta.coords}",
+        )
+    if mb_update(host, np.int64(arrivals), np.int64(-size)):
+        raise EmulatorError(
+            "an mbarrier may not receive more arrivals than its phase expects",
+            f"offset {offset:#x} of CTA {cta.coords}",
+        )
+    machine.sync_event()
+
+
+class BulkOps:
+    """Bulk copies of a machine; mixed into Machine."""
+
+    engine: AsyncEngine
+
+    def submit_load(
+        self: Any,
+        w: "Warp",
+        rank: int,
+        offset: int,
+        size: int,
+        read: Callable[[], np.ndarray],
+        swizzle: int,
+        barrier: tuple[int, int],
+    ) -> None:
+        """A copy into CTA ``rank``'s shared memory that signals ``barrier`` (rank, offset)."""
+        from mok.tools.emulator.tma import write_smem
+
+        cluster = w.cta.cluster
+        cta: Cta = cluster.ctas[rank]
+
+        def run() -> None:
+            write_smem(cta, offset, read(), swizzle)
+            complete_tx(self, cluster, barrier[0], barrier[1], size)
+
+        self.engine.submit("bulk load", w, [run])
+
+    def submit_store(
+        self: Any,
+        w: "Warp",
+        lane: int,
+        src: int,
+        size: int,
+        swizzle: int,
+        write: Callable[[np.ndarray], None],
+    ) -> None:
+        """A copy out of shared memory, in two steps: read the source, write the destination."""
+        from mok.tools.emulator.tma import read_smem
+
+        cta = w.cta.cluster.ctas[src >> L.RANK_SHIFT]
+        data: list[np.ndarray] = []
+
+        def read() -> None:
+            data.append(read_smem(cta, src & ((1 << L.RANK_SHIFT) - 1), size, swizzle).copy())
+
+        def put() -> None:
+            write(data.pop())
+            self.x[L.X_EV_MEM] += 1
+
+        op = self.engine.submit("bulk store", w, [read, put])
+        self._groups(w, lane).open.append(op)
+
+    def _groups(self: Any, w: "Warp", lane: int) -> BulkGroups:
+        table = w.cta.extra.setdefault("bulk", {})
+        key = (w.index, lane)
+        if key not in table:
+            table[key] = BulkGroups()
+        groups: BulkGroups = table[key]
+        return groups
+
+    def bulk_commit(self: Any, w: "Warp") -> None:
+        if self.engine.immediate:
+            return
+        for lane in w.lanes():
+            g = self._groups(w, lane)
+            g.committed.append(g.open)
+            g.open = []
+
+    def bulk_wait(self: Any, w: "Warp", keep: int, read_only: bool) -> Any:
+        """Waits until at most ``keep`` of each lane's newest groups are incomplete."""
+        from mok.tools.emulator.machine import WAIT
+
+        if self.engine.immediate:
+            return None
+        for lane in w.lanes():
+            g = self._groups(w, lane)
+            while g.committed and all(p.finished for p in g.committed[0]):
+                g.committed.pop(0)
+            old = g.committed[: len(g.committed) - keep] if keep else g.committed
+            for group in old:
+                if any(p.done < (1 if read_only else 2) for p in group):
+                    return WAIT
+        return None
+
+    def check_global(self: Any, address: int, size: int) -> None:
+        """Raises when a range is not inside one registered tensor (checked mode only)."""
+        n = int(self.x[L.X_NRANGES])
+        if n == 0:
+            if address < 4096:
+                raise EmulatorError("an address must not be null", hex(address))
+            return
+        i = int(np.searchsorted(self.ranges[:n, 0], address, side="right")) - 1
+        if i < 0 or address + size > self.ranges[i, 1]:
+            raise EmulatorError(
+                "a bulk copy must stay inside registered memory", f"{address:#x}, {size} bytes"
+            )

@@ -1,0 +1,168 @@
+"""The emulator as users see it: a context in which compiled functions run on the CPU."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from mok.tools.emulator import clc, encode_mem, encode_ops, tcgen05, tma, wgmma  # noqa: F401
+from mok.tools.emulator import layout as L
+from mok.tools.emulator.encode import Encoder, Program
+from mok.tools.emulator.errors import EmulatorError, LaunchError
+from mok.tools.emulator.intercept import Interceptor, LaunchRequest
+from mok.tools.emulator.machine import LIMITS, Machine
+from mok.tools.emulator.ptx_parser import Module, parse
+
+_PARSED: dict[str, Module] = {}
+_PROGRAMS: dict[tuple[str, str], Program] = {}
+
+
+def translate(ptx: str, kernel: str) -> Program:
+    """Parses and encodes a kernel, once per PTX text."""
+    key = (ptx, kernel)
+    if key not in _PROGRAMS:
+        if ptx not in _PARSED:
+            _PARSED[ptx] = parse(ptx)
+        module = _PARSED[ptx]
+        if kernel not in module.kernels:
+            raise LaunchError("the PTX must hold the launched kernel", kernel)
+        _PROGRAMS[key] = Encoder(module, module.kernels[kernel]).encode(encode_ops.HANDLERS)
+    return _PROGRAMS[key]
+
+
+@dataclass
+class LaunchRecord:
+    """What one launch did."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    seconds: float
+    steps: int  # warp instructions
+    python_calls: int
+
+
+@dataclass
+class Report:
+    """Everything an emulator observed, as data."""
+
+    arch: str
+    seed: int | None
+    launches: list[LaunchRecord] = field(default_factory=list)
+
+
+class Emulator:
+    """Runs functions from ``cute.compile`` on CPU memory while the context is active.
+
+    ``arch``: "sm_90a", "sm_100a" or "sm_103a".  ``num_sms``: SMs of the emulated device.
+    ``seed``: None for a plain, fast machine; an int for the adversarial one, whose interleaving
+    and asynchronous completions the seed decides.  Once ``register`` was called, an access to
+    global memory outside every registered tensor is an error.
+
+    Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
+    PTX that is not implemented, KernelFault when a checker stops the kernel.
+    """
+
+    def __init__(
+        self, arch: str, num_sms: int | None = None, num_gpus: int = 1, seed: int | None = None
+    ) -> None:
+        if arch not in LIMITS:
+            raise EmulatorError("the architecture must be emulated", arch, f"use {list(LIMITS)}")
+        self.arch, self.seed, self.num_gpus = arch, seed, num_gpus
+        self.num_sms = num_sms or (132 if arch == "sm_90a" else 148)
+        self.report = Report(arch, seed)
+        self._ranges: dict[int, int] = {}
+        self._keep: list[Any] = []
+        self._stack: contextlib.ExitStack | None = None
+        self._globals: dict[tuple[int, str], np.ndarray] = {}
+
+    def register(self, *tensors: Any) -> None:
+        """Declares tensors (torch or numpy, on the CPU) as memory that kernels may access."""
+        for t in tensors:
+            if hasattr(t, "untyped_storage"):
+                if t.device.type != "cpu":
+                    raise LaunchError("emulated kernels need CPU tensors", t.device)
+                storage = t.untyped_storage()
+                self._ranges[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
+            else:
+                start = t.__array_interface__["data"][0]
+                self._ranges[start] = start + t.nbytes
+            self._keep.append(t)
+
+    def __enter__(self) -> "Emulator":
+        interceptor = Interceptor(self._launch, self.arch, self.num_sms)
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(interceptor.active())
+        try:
+            from mok.runtime.launch import set_active_emulator
+        except ImportError:  # the emulator also serves kernels outside this package
+            return self
+        self._stack.callback(set_active_emulator, set_active_emulator(self))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._stack is not None
+        self._stack.close()
+        self._stack = None
+
+    def launch(self, compiled: Any, args: tuple[Any, ...]) -> None:
+        """Calls what ``cute.compile`` returned: the entry point of ``mok.runtime.launch``."""
+        compiled(*args)
+
+    def run_ptx(self, ptx: str, request: LaunchRequest) -> None:
+        """Runs one kernel of a PTX module."""
+        start = time.perf_counter()
+        program = translate(ptx, request.kernel)
+        symbols = {name: self._global(program.module, name) for name in program.module.globals}
+        machine = Machine(
+            program, request, LIMITS[self.arch], self.num_sms, dict(handlers()),
+            self._merged_ranges(symbols, program), self.seed, symbols,
+        )
+        machine.run()
+        self.report.launches.append(
+            LaunchRecord(
+                request.kernel, request.grid, time.perf_counter() - start,
+                int(machine.x[L.X_STEPS]), machine.python_calls,
+            )
+        )
+
+    def _merged_ranges(self, symbols: dict[str, int], program: Program) -> list[tuple[int, int]]:
+        if not self._ranges:
+            return []
+        extra = [(a, a + program.module.globals[n].size) for n, a in symbols.items()]
+        return sorted([*self._ranges.items(), *extra])
+
+    def _global(self, module: Module, name: str) -> int:
+        key = (id(module), name)
+        if key not in self._globals:
+            var = module.globals[name]
+            data = np.zeros(max(16, var.size) + 256, dtype=np.uint8)
+            shift = -data.ctypes.data % 256
+            self._globals[key] = data[shift:]
+            if var.init:
+                data[shift : shift + len(var.init)] = np.frombuffer(var.init, dtype=np.uint8)
+        return self._globals[key].ctypes.data
+
+    def _launch(self, request: LaunchRequest) -> None:
+        ptx = getattr(request.compiled, "__ptx__", None) if request.compiled is not None else None
+        if not ptx:
+            raise LaunchError(
+                "an emulated function must carry its PTX", request.kernel,
+                "compile it inside the emulator's context, or with cute.KeepPTX",
+            )
+        self.run_ptx(ptx, request)
+
+
+def handlers() -> Iterator[tuple[str, Any]]:
+    """Python handlers of all asynchronous instructions."""
+    yield from tma.HANDLERS.items()
+    for module in (wgmma, tcgen05, clc):
+        yield from module.HANDLERS.items()

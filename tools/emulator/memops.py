@@ -1,0 +1,257 @@
+"""Loads, stores, atomics and cp.async for compiled code, lane by lane."""
+
+import numpy as np
+from numba import njit
+
+from mok.tools.emulator.intrinsics import (
+    bits_f32,
+    bits_f64,
+    f32_bits,
+    f64_bits,
+    ld32,
+    ld64,
+    sext8,
+    sext16,
+    sext32,
+    st8,
+    st64,
+    u64,
+)
+from mok.tools.emulator.layout import (
+    I_A,
+    I_B,
+    I_C,
+    I_D,
+    I_E,
+    I_EXT,
+    I_N,
+    I_X,
+    I_Y,
+    I_Z,
+    SLEEP_EVENT,
+    SP_LOCAL,
+    W_POLL_HASH,
+    W_POLL_PC,
+    W_SLEEP,
+    W_SLEEP_EV,
+    W_WAIT_ADDR,
+    W_WAIT_KIND,
+    W_WAIT_PC,
+    WAIT_POLL,
+    X_EV_MEM,
+    X_EXT,
+)
+from mok.tools.emulator.memory import load, resolve, store
+from mok.tools.emulator.numerics import max_f32, min_f32, pair_op
+from mok.tools.emulator.syncops import sleep_on
+
+_I = np.int64
+
+# X of a load or store: bits 0-2 space, 3-6 log2 element bytes, 8 sign extension,
+# 9-12 log2 bytes of the destination register, 16 poll (ordered or volatile).
+
+
+@njit(cache=True)
+def memory_event(X, W):
+    st64(X + 8 * X_EV_MEM, ld64(X + 8 * X_EV_MEM) + 1)
+    st64(W + 8 * W_POLL_PC, _I(-1))
+
+
+@njit(cache=True)
+def op_load(X, W, c, R, m, pc):
+    """Returns 0 to go on, 1 when a poll saw nothing new, 2 on fault."""
+    x = ld32(c + 4 * I_X)
+    space = x & 7
+    size = _I(1) << ((x >> 3) & 15)
+    signed = (x >> 8) & 1
+    poll = (x >> 16) & 1
+    n = ld32(c + 4 * I_N)
+    ext = ld64(X + 8 * X_EXT) + 4 * ld32(c + 4 * I_EXT)
+    a = R + ld32(c + 4 * I_A)
+    offset = np.int32(ld32(c + 4 * I_Y))
+    mask = _I(-1)
+    if ((x >> 9) & 15) == 2:
+        mask = _I(0xFFFFFFFF)
+    elif ((x >> 9) & 15) == 1:
+        mask = _I(0xFFFF)
+    digest = _I(0)
+    first = _I(0)
+    same = True
+    for l in range(32):
+        if not (m >> l) & 1:
+            continue
+        host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
+        if host == 0:
+            return 2
+        for i in range(n):
+            value = load(host + size * i, size)
+            if signed:
+                value = (
+                    sext8(value) if size == 1 else sext16(value) if size == 2 else sext32(value)
+                ) & mask
+            row = ld32(ext + 4 * i)
+            if row != 0x7FFFFFFF:
+                st64(R + row + 8 * l, value)
+            if poll:
+                digest = digest * 6364136223846793005 + value + host
+        if poll:
+            if first == 0:
+                first = host
+            elif first != host:
+                same = False
+    if poll and n == 1:
+        if ld64(W + 8 * W_POLL_PC) == pc and ld64(W + 8 * W_POLL_HASH) == digest:
+            if same:
+                sleep_on(W, WAIT_POLL, pc, first, size, _I(-1), load(first, size))
+            else:
+                st64(W + 8 * W_SLEEP, _I(SLEEP_EVENT))
+                st64(W + 8 * W_SLEEP_EV, ld64(X + 8 * X_EV_MEM))
+                st64(W + 8 * W_WAIT_KIND, _I(WAIT_POLL))
+                st64(W + 8 * W_WAIT_PC, pc)
+                st64(W + 8 * W_WAIT_ADDR, first)
+            return 1
+        st64(W + 8 * W_POLL_PC, pc)
+        st64(W + 8 * W_POLL_HASH, digest)
+    return 0
+
+
+@njit(cache=True)
+def op_store(X, W, c, R, m):
+    x = ld32(c + 4 * I_X)
+    space = x & 7
+    size = _I(1) << ((x >> 3) & 15)
+    n = ld32(c + 4 * I_N)
+    ext = ld64(X + 8 * X_EXT) + 4 * ld32(c + 4 * I_EXT)
+    a = R + ld32(c + 4 * I_A)
+    offset = np.int32(ld32(c + 4 * I_Y))
+    for l in range(32):
+        if not (m >> l) & 1:
+            continue
+        host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
+        if host == 0:
+            return 2
+        for i in range(n):
+            store(host + size * i, size, ld64(R + ld32(ext + 4 * i) + 8 * l))
+    if space != SP_LOCAL and m != 0:
+        memory_event(X, W)
+    return 0
+
+
+# Atomic kinds (low byte of I_E) and types (next byte).
+A_ADD, A_MIN, A_MAX, A_AND, A_OR, A_XOR, A_EXCH, A_CAS, A_INC, A_DEC = range(10)
+T_U, T_S, T_F32, T_F64, T_BF16X2, T_F16X2, T_BF16, T_F16 = range(8)
+
+
+@njit(cache=True)
+def combine(kind, kind_type, size, old, value, compare):
+    """New memory value of an atomic operation."""
+    if kind == A_EXCH:
+        return value
+    if kind == A_CAS:
+        return value if old == compare else old
+    if kind == A_AND:
+        return old & value
+    if kind == A_OR:
+        return old | value
+    if kind == A_XOR:
+        return old ^ value
+    if kind == A_INC:
+        return _I(0) if u64(old) >= u64(value) else old + 1
+    if kind == A_DEC:
+        return value if old == 0 or u64(old) > u64(value) else old - 1
+    if kind_type == T_F32:
+        x, y = bits_f32(old), bits_f32(value)
+        if kind == A_ADD:
+            return f32_bits(x + y)
+        return f32_bits(min_f32(x, y) if kind == A_MIN else max_f32(x, y))
+    if kind_type == T_F64:
+        return f64_bits(bits_f64(old) + bits_f64(value))
+    if kind_type >= T_BF16X2:
+        code = 1 if kind == A_ADD else (4 if kind == A_MIN else 5)
+        half = 0 if kind_type == T_BF16X2 or kind_type == T_BF16 else 1
+        return pair_op(code, half, old, value, _I(0))
+    if kind == A_ADD:
+        return old + value
+    if kind_type == T_S:
+        x = sext32(old) if size == 4 else old
+        y = sext32(value) if size == 4 else value
+        return min(x, y) if kind == A_MIN else max(x, y)
+    if kind == A_MIN:
+        return old if u64(old) < u64(value) else value
+    return old if u64(old) > u64(value) else value
+
+
+@njit(cache=True)
+def op_atomic(X, W, c, R, m, pc):
+    """atom and red: the lanes take effect in lane order.  I_D is absent for red."""
+    x = ld32(c + 4 * I_X)
+    space = x & 7
+    size = _I(1) << ((x >> 3) & 15)
+    kind = ld32(c + 4 * I_E) & 255
+    kind_type = ld32(c + 4 * I_E) >> 8 & 255
+    n = ld32(c + 4 * I_N)
+    ext = ld64(X + 8 * X_EXT) + 4 * ld32(c + 4 * I_EXT)
+    a = R + ld32(c + 4 * I_A)
+    d = ld32(c + 4 * I_D)
+    k = ld32(c + 4 * I_C)
+    offset = np.int32(ld32(c + 4 * I_Y))
+    changed = False
+    digest = _I(0)
+    host = _I(0)
+    for l in range(32):
+        if not (m >> l) & 1:
+            continue
+        host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
+        if host == 0:
+            return 2
+        for i in range(n):
+            old = load(host + size * i, size)
+            value = ld64(R + ld32(ext + 4 * i) + 8 * l)
+            compare = ld64(R + k + 8 * l) if k != 0x7FFFFFFF else _I(0)
+            new = combine(kind, kind_type, size, old, value, compare)
+            if size == 4:
+                new &= 0xFFFFFFFF
+            elif size == 2:
+                new &= 0xFFFF
+            if new != old:
+                changed = True
+                store(host + size * i, size, new)
+            if d != 0x7FFFFFFF:
+                out = R + d if n == 1 else R + ld32(ext + 4 * (n + i))
+                st64(out + 8 * l, old)
+            digest = digest * 6364136223846793005 + old + host
+    if changed:
+        memory_event(X, W)
+    elif d != 0x7FFFFFFF and m != 0:
+        if ld64(W + 8 * W_POLL_PC) == pc and ld64(W + 8 * W_POLL_HASH) == digest:
+            sleep_on(W, WAIT_POLL, pc, host, size, _I(-1), load(host, size))
+            return 1
+        st64(W + 8 * W_POLL_PC, pc)
+        st64(W + 8 * W_POLL_HASH, digest)
+    return 0
+
+
+@njit(cache=True)
+def op_cp_async(X, W, c, R, m):
+    """cp.async: copies at once.  X: bytes; B: source address; C: source size row or none."""
+    size = ld32(c + 4 * I_X)
+    for l in range(32):
+        if not (m >> l) & 1:
+            continue
+        count = _I(size)
+        if ld32(c + 4 * I_C) != 0x7FFFFFFF:
+            count = min(count, ld64(R + ld32(c + 4 * I_C) + 8 * l) & 0xFFFFFFFF)
+        addr = ld64(R + ld32(c + 4 * I_A) + 8 * l) + np.int32(ld32(c + 4 * I_Y))
+        dst = resolve(X, W, _I(2), addr, size, l)
+        if dst == 0:
+            return 2
+        src = _I(0)
+        if count > 0:
+            addr = ld64(R + ld32(c + 4 * I_B) + 8 * l) + np.int32(ld32(c + 4 * I_Z))
+            src = resolve(X, W, _I(1), addr, size, l)
+            if src == 0:
+                return 2
+        for i in range(size):
+            st8(dst + i, load(src + i, 1) if i < count else _I(0))
+    memory_event(X, W)
+    return 0

@@ -1,0 +1,141 @@
+"""Address resolution and scalar accesses for compiled code: generic, global, shared, local."""
+
+import numpy as np
+from numba import njit
+
+from mok.tools.emulator.intrinsics import ld8, ld16, ld32, ld64, st8, st16, st32, st64
+from mok.tools.emulator.layout import (
+    C_CLUSTER,
+    C_SMEM_SIZE,
+    F_BAD_SPACE,
+    F_MISALIGNED,
+    F_NULL,
+    F_OOB_GLOBAL,
+    F_OOB_LOCAL,
+    F_OOB_SHARED,
+    L_SIZE,
+    L_SMEM,
+    LOCAL_BASE,
+    RANK_SHIFT,
+    SHARED_BASE,
+    SP_GENERIC,
+    SP_GLOBAL,
+    SP_LOCAL,
+    SP_RAW,
+    SP_SHARED,
+    W_CTA,
+    W_FAULT,
+    W_FAULT_ADDR,
+    W_FAULT_AUX,
+    W_FAULT_LANE,
+    W_LOCAL,
+    W_LOCAL_BYTES,
+    X_LAST_RANGE,
+    X_NRANGES,
+    X_RANGES,
+)
+
+_I = np.int64
+_OFFSET = (1 << RANK_SHIFT) - 1
+
+
+@njit(cache=True)
+def fault(W, code, addr, lane, aux):
+    """Records a fault in the warp's state; the caller returns at once."""
+    st64(W + 8 * W_FAULT, _I(code))
+    st64(W + 8 * W_FAULT_ADDR, addr)
+    st64(W + 8 * W_FAULT_LANE, _I(lane))
+    st64(W + 8 * W_FAULT_AUX, _I(aux))
+    return _I(0)
+
+
+@njit(cache=True)
+def in_ranges(X, addr, size):
+    """Whether [addr, addr + size) lies inside one registered range."""
+    n = ld64(X + 8 * X_NRANGES)
+    table = ld64(X + 8 * X_RANGES)
+    last = ld64(X + 8 * X_LAST_RANGE)
+    if last < n and ld64(table + 16 * last) <= addr and addr + size <= ld64(table + 16 * last + 8):
+        return True
+    lo, hi = _I(0), n
+    while lo < hi:
+        mid = (lo + hi) >> 1
+        if ld64(table + 16 * mid) <= addr:
+            lo = mid + 1
+        else:
+            hi = mid
+    if lo == 0:
+        return False
+    st64(X + 8 * X_LAST_RANGE, lo - 1)
+    return addr + size <= ld64(table + 16 * (lo - 1) + 8)
+
+
+@njit(cache=True)
+def resolve(X, W, space, addr, size, lane):
+    """Host address of an access, or 0 after recording a fault."""
+    if (addr & (size - 1)) != 0:
+        return fault(W, F_MISALIGNED, addr, lane, size)
+    if space == SP_RAW:
+        return addr
+    if space == SP_GENERIC:
+        window = addr >> 56
+        if window == 0:
+            space = _I(SP_GLOBAL)
+        elif window == 1:
+            space = _I(SP_SHARED)
+            addr -= SHARED_BASE
+        elif window == 2:
+            space = _I(SP_LOCAL)
+        else:
+            return fault(W, F_BAD_SPACE, addr, lane, size)
+    if space == SP_SHARED:
+        addr &= 0xFFFFFFFF  # shared addresses are 32-bit: base plus offset wraps
+        cta = ld64(W + 8 * W_CTA)
+        cluster = ld64(cta + 8 * C_CLUSTER)
+        rank = addr >> RANK_SHIFT
+        offset = addr & _OFFSET
+        if (
+            rank < 0
+            or rank >= ld64(cluster + 8 * L_SIZE)
+            or offset + size > ld64(cta + 8 * C_SMEM_SIZE)
+        ):
+            return fault(W, F_OOB_SHARED, addr, lane, size)
+        return ld64(cluster + 8 * (L_SMEM + rank)) + offset
+    if space == SP_LOCAL:
+        offset = addr & 0xFFFFFFFF
+        limit = ld64(W + 8 * W_LOCAL_BYTES)
+        if offset + size > limit:
+            return fault(W, F_OOB_LOCAL, addr, lane, size)
+        return ld64(W + 8 * W_LOCAL) + lane * limit + offset
+    if addr >> 56 != 0 or addr < 4096:
+        return fault(W, F_NULL if addr >= 0 and addr < 4096 else F_BAD_SPACE, addr, lane, size)
+    if ld64(X + 8 * X_NRANGES) > 0 and not in_ranges(X, addr, size):
+        return fault(W, F_OOB_GLOBAL, addr, lane, size)
+    return addr
+
+
+@njit(cache=True)
+def load(host, size):
+    """Zero-extended value of 1, 2, 4 or 8 bytes."""
+    if size == 4:
+        return ld32(host)
+    if size == 8:
+        return ld64(host)
+    if size == 2:
+        return ld16(host)
+    return ld8(host)
+
+
+@njit(cache=True)
+def store(host, size, value):
+    if size == 4:
+        st32(host, value)
+    elif size == 8:
+        st64(host, value)
+    elif size == 2:
+        st16(host, value)
+    else:
+        st8(host, value)
+
+
+assert LOCAL_BASE >> 56 == 2

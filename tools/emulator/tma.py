@@ -1,0 +1,367 @@
+"""Bulk copies: tensor descriptors, the swizzles, 1-D and tensor loads, stores and reductions."""
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mok.tools.emulator import layout as L
+from mok.tools.emulator.errors import EmulatorError
+from mok.tools.emulator.machine import Cta, Machine, Warp
+
+_OFFSET = (1 << L.RANK_SHIFT) - 1
+# Element types of a tensor map, by its 4-bit code.
+_TYPES = {
+    0: np.uint8, 1: np.uint16, 2: np.uint32, 3: np.int32, 4: np.uint64, 5: np.int64,
+    6: np.float16, 7: np.float32, 8: np.float32, 9: np.float64, 10: np.uint16, 11: np.float32,
+    12: np.float32,
+}
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A decoded 128-byte tensor map.  Dimensions are listed innermost first."""
+
+    address: int
+    code: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes, of dimensions 1 and up
+    box: tuple[int, ...]
+    swizzle: int  # 0 none, 1 32 B, 2 64 B, 3 128 B
+
+    @property
+    def itemsize(self) -> int:
+        return int(np.dtype(_TYPES[self.code]).itemsize)
+
+
+def decode(raw: bytes) -> TensorMap:
+    """Decodes a tensor map as the DSL's host code and cuTensorMapEncodeTiled lay it out."""
+    w = struct.unpack("<16Q", raw)
+    flags = w[1] & 0xFFFFFFFF
+    rank = (flags >> 4 & 7) + 1
+    code = flags >> 7 & 15
+    if rank > 5 or code not in _TYPES or flags >> 11 & 3 or flags >> 13 & 7 > 3:
+        raise EmulatorError(
+            "a tensor map must be tiled, with a plain element type",
+            f"flags {flags:#x}", "im2col, interleaved and sub-byte maps are not implemented",
+        )
+    low = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
+    high = w[3] >> 32
+    strides = tuple((low[i] | (high >> 4 * i & 15) << 32) * 16 for i in range(rank - 1))
+    sizes = [w[4] & 0xFFFFFFFF, w[4] >> 32, w[5] & 0xFFFFFFFF, w[5] >> 32, w[6] & 0xFFFFFFFF]
+    boxes = [w[6] >> 56, *(w[7] >> 8 * i & 255 for i in range(4))]
+    if w[6] >> 32 & 0xFFFFFF:
+        raise EmulatorError("a tensor map must have unit element strides", hex(w[6]))
+    return TensorMap(
+        w[0], code, tuple(s + 1 for s in sizes[:rank]), strides,
+        tuple(b + 1 for b in boxes[:rank]), flags >> 13 & 7,
+    )
+
+
+_CACHE: dict[bytes, TensorMap] = {}
+
+
+def tensor_map(address: int) -> TensorMap:
+    raw = ctypes.string_at(address, 64)
+    found = _CACHE.get(raw)
+    if found is None:
+        if len(_CACHE) > 4096:
+            _CACHE.clear()
+        found = _CACHE[raw] = decode(raw + bytes(64))
+    return found
+
+
+def swizzle_chunks(first: int, count: int, mode: int) -> np.ndarray:
+    """Indices of ``count`` 16-byte chunks from chunk ``first`` on, after the swizzle."""
+    i = np.arange(first, first + count)
+    if mode == 3:
+        return i ^ (i >> 3 & 7)
+    if mode == 2:
+        return i ^ (i >> 3 & 3)
+    if mode == 1:
+        return i ^ (i >> 3 & 1)
+    return i
+
+
+class _Region:
+    """The part of a box that lies inside the tensor."""
+
+    def __init__(self, tm: TensorMap, coords: list[int]) -> None:
+        self.tm = tm
+        lo = [max(0, -c) for c in coords]
+        hi = [min(b, d - c) for b, c, d in zip(tm.box, coords, tm.dims, strict=True)]
+        self.empty = any(h <= low for low, h in zip(lo, hi, strict=True))
+        strides = (tm.itemsize, *tm.strides)
+        start = [c + low for c, low in zip(coords, lo, strict=True)]
+        self.address = tm.address + sum(c * s for c, s in zip(start, strides, strict=True))
+        self.shape = tuple(h - low for low, h in zip(lo, hi, strict=True))[::-1]
+        self.strides = strides[::-1]
+        self.slices = tuple(slice(low, h) for low, h in zip(lo, hi, strict=True))[::-1]
+
+    def view(self, machine: Machine) -> np.ndarray:
+        """The tensor's memory as an array, outermost dimension first."""
+        extent = self.tm.itemsize + sum(
+            (n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)
+        )
+        machine.check_global(self.address, extent)
+        flat = np.frombuffer((ctypes.c_uint8 * extent).from_address(self.address), np.uint8)
+        typed = flat[: self.tm.itemsize].view(_TYPES[self.tm.code])
+        return np.lib.stride_tricks.as_strided(typed, self.shape, self.strides)
+
+
+def _smem_chunks(cta: Cta, offset: int, size: int) -> np.ndarray:
+    if offset & 15 or size & 15:
+        raise EmulatorError("a bulk copy needs 16-byte alignment", f"{offset:#x}, {size} bytes")
+    if offset + size > cta.smem.size:
+        raise EmulatorError("a bulk copy must stay inside shared memory", f"{offset:#x}+{size}")
+    return cta.smem.reshape(-1, 16)
+
+
+def read_box(machine: Machine, tm: TensorMap, coords: list[int]) -> np.ndarray:
+    """The box at ``coords`` as bytes, with zeros outside the tensor."""
+    region = _Region(tm, coords)
+    tile = np.zeros(tm.box[::-1], dtype=_TYPES[tm.code])
+    if not region.empty:
+        tile[region.slices] = region.view(machine)
+    return tile.reshape(-1).view(np.uint8)
+
+
+def write_smem(cta: Cta, offset: int, data: np.ndarray, swizzle: int) -> None:
+    chunks = _smem_chunks(cta, offset, data.size)
+    if swizzle == 0:
+        cta.smem[offset : offset + data.size] = data
+    else:
+        if offset & 127:
+            raise EmulatorError("a swizzled box needs 128-byte alignment", f"{offset:#x}")
+        chunks[swizzle_chunks(offset >> 4, data.size >> 4, swizzle)] = data.reshape(-1, 16)
+
+
+def read_smem(cta: Cta, offset: int, size: int, swizzle: int) -> np.ndarray:
+    chunks = _smem_chunks(cta, offset, size)
+    return chunks[swizzle_chunks(offset >> 4, size >> 4, swizzle)].reshape(-1)
+
+
+def write_box(
+    machine: Machine, tm: TensorMap, coords: list[int], data: np.ndarray, op: str | None
+) -> None:
+    """Stores a tile, or combines it with what is there; elements outside are dropped."""
+    region = _Region(tm, coords)
+    if region.empty:
+        return
+    tile = data.view(_TYPES[tm.code]).reshape(tm.box[::-1])[region.slices]
+    target = region.view(machine)
+    if op is None:
+        target[...] = tile
+    else:
+        kind = {10: "bf16"}.get(tm.code, "")
+        target[...] = combine(op, target, tile, kind)
+
+
+def _bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """FP32 array to BF16 bits, round to nearest even."""
+    b = x.astype(np.float32).view(np.uint32)
+    out = ((b.astype(np.uint64) + 0x7FFF + (b >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), out)
+
+
+def combine(op: str, old: np.ndarray, new: np.ndarray, kind: str) -> np.ndarray:
+    """Elementwise reduction of a bulk copy."""
+    if kind == "bf16":
+        return to_bf16(combine(op, _bf16(old), _bf16(new), ""))
+    table = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
+             "or": np.bitwise_or, "xor": np.bitwise_xor}
+    if op not in table:
+        raise EmulatorError("a bulk reduction must be known", op)
+    result: np.ndarray = table[op](old, new)
+    return result
+
+
+# -- instruction handlers ---------------------------------------------------------------------------
+
+
+def _flat(operand: Any) -> list[Any]:
+    return operand[1]
+
+
+def _mem(w: Warp, operand: Any, lane: int) -> int:
+    return w.value(operand[1][0], lane) + operand[2]
+
+
+def generic_smem(address: int) -> int:
+    """Shared-window address from a shared or generic one."""
+    return address & 0xFFFFFFFF
+
+
+def _coords(w: Warp, operand: Any, lane: int) -> list[int]:
+    return [w.signed(r, lane) for r in operand[1]]
+
+
+def signal_target(mods: tuple[str, ...], barrier: int, rank: int) -> tuple[int, int]:
+    """CTA rank and offset of the mbarrier that a copy into CTA ``rank`` signals."""
+    owner = barrier >> L.RANK_SHIFT
+    if "cta_group::2" in mods:
+        return (rank & ~1) | (owner & 1), barrier & _OFFSET
+    return rank, barrier & _OFFSET
+
+
+def op_tensor_load(machine: Machine, w: Warp, op: Any) -> None:
+    """cp.async.bulk.tensor.Nd into shared memory, tile and gather4, with multicast."""
+    mods = op.ins.mods
+    multicast = "multicast::cluster" in mods
+    gather = "tile::gather4" in mods
+    if any(m.startswith("im2col") for m in mods):
+        raise EmulatorError("im2col copies are not implemented", op.ins.text)
+    for lane in w.lanes():
+        dst = generic_smem(_mem(w, op.operands[0], lane))
+        tm_row, coord = op.operands[1][1][:2]
+        tm = tensor_map(w.value(tm_row, lane))
+        coords = _coords(w, coord, lane)
+        barrier = generic_smem(_mem(w, op.operands[2], lane))
+        rank = dst >> L.RANK_SHIFT
+        targets = [rank]
+        if multicast:
+            mask = w.value(op.operands[3], lane) & 0xFFFF
+            targets = [i for i in range(16) if mask >> i & 1]
+        size = int(np.prod(tm.box)) * tm.itemsize * (4 if gather else 1)
+        for target in targets:
+            if target >= len(w.cta.cluster.ctas):
+                raise EmulatorError("a multicast must stay in the cluster", f"CTA rank {target}")
+            if "shared::cta" in mods or len(w.cta.cluster.ctas) == 1:
+                where = (barrier >> L.RANK_SHIFT, barrier & _OFFSET)
+            elif multicast:
+                where = signal_target(mods, barrier, target)
+            else:
+                where = (barrier >> L.RANK_SHIFT, barrier & _OFFSET)
+            machine.submit_load(
+                w, target, dst & _OFFSET, size,
+                lambda tm=tm, coords=coords: (
+                    gather_box(machine, tm, coords) if gather else read_box(machine, tm, coords)
+                ),
+                tm.swizzle, where,
+            )
+
+
+def gather_box(machine: Machine, tm: TensorMap, coords: list[int]) -> np.ndarray:
+    """tile::gather4: four rows of a 2-D tensor; ``coords`` is the column and four rows."""
+    column, *rows = coords
+    return np.concatenate([read_box(machine, tm, [column, r]) for r in rows])
+
+
+def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
+    """cp.async.bulk.tensor.Nd and cp.reduce.async.bulk.tensor from shared to global memory."""
+    mods = op.ins.mods
+    reduce = next((m for m in mods if m in _REDUCE), None) if mods[1] == "reduce" else None
+    scatter = "tile::scatter4" in mods
+    for lane in w.lanes():
+        tm_row, coord = op.operands[0][1][:2]
+        tm = tensor_map(w.value(tm_row, lane))
+        coords = _coords(w, coord, lane)
+        src = generic_smem(_mem(w, op.operands[1], lane))
+        size = int(np.prod(tm.box)) * tm.itemsize * (4 if scatter else 1)
+
+        def write(data: np.ndarray, tm: TensorMap = tm, coords: list[int] = coords) -> None:
+            if scatter:
+                column, *rows = coords
+                for part, row in zip(data.reshape(4, -1), rows, strict=True):
+                    write_box(machine, tm, [column, row], part.copy(), reduce)
+            else:
+                write_box(machine, tm, coords, data, reduce)
+
+        machine.submit_store(w, lane, src, size, tm.swizzle, write)
+
+
+_REDUCE = {"add", "min", "max", "and", "or", "xor", "inc", "dec"}
+_REDUCE_TYPES: dict[str, tuple[Any, str]] = {
+    "u32": (np.uint32, ""), "s32": (np.int32, ""), "u64": (np.uint64, ""), "s64": (np.int64, ""),
+    "b32": (np.uint32, ""), "b64": (np.uint64, ""), "f16": (np.float16, ""),
+    "bf16": (np.uint16, "bf16"), "f32": (np.float32, ""), "f64": (np.float64, ""),
+}
+
+
+def global_bytes(machine: Machine, address: int, size: int) -> np.ndarray:
+    machine.check_global(address, size)
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
+
+
+def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
+    """1-D cp.async.bulk in its three directions, and cp.reduce.async.bulk."""
+    mods = op.ins.mods
+    names = [m for m in mods if m.split("::")[0] in ("shared", "global")]
+    reduce = mods[1] == "reduce"
+    for lane in w.lanes():
+        dst, src = _mem(w, op.operands[0], lane), _mem(w, op.operands[1], lane)
+        size = w.value(op.operands[2], lane) & 0xFFFFFFFF
+        if size & 15:
+            raise EmulatorError("a bulk copy moves multiples of 16 bytes", size)
+        to_shared, from_shared = (n.startswith("shared") for n in names[:2])
+        if not to_shared:
+            kind = next((m for m in mods if m in _REDUCE), None) if reduce else None
+            types = _REDUCE_TYPES[mods[-1]] if reduce else None
+
+            def write(data: np.ndarray, dst: int = dst, size: int = size, types: Any = types,
+                      kind: str | None = kind) -> None:
+                out = global_bytes(machine, dst, size)
+                if kind is None or types is None:
+                    out[:] = data
+                else:
+                    view = out.view(types[0])
+                    view[:] = combine(kind, view, data.view(types[0]), types[1])
+
+            machine.submit_store(w, lane, generic_smem(src), size, 0, write)
+            continue
+        barrier = generic_smem(_mem(w, op.operands[3], lane))
+        dst = generic_smem(dst)
+        targets = [dst >> L.RANK_SHIFT]
+        if "multicast::cluster" in mods:
+            mask = w.value(op.operands[4], lane) & 0xFFFF
+            targets = [i for i in range(16) if mask >> i & 1]
+        for target in targets:
+            owner = target if len(targets) > 1 or "multicast::cluster" in mods else (
+                barrier >> L.RANK_SHIFT
+            )
+            if from_shared:
+                source = generic_smem(src)
+                cta = w.cta.cluster.ctas[source >> L.RANK_SHIFT]
+                at = source & _OFFSET
+                if reduce:
+                    raise EmulatorError("reductions into shared memory are not implemented", mods)
+                read = lambda cta=cta, at=at, size=size: read_smem(cta, at, size, 0)  # noqa: E731
+            else:
+                read = lambda src=src, size=size: global_bytes(machine, src, size).copy()  # noqa: E731
+            machine.submit_load(
+                w, target, dst & _OFFSET, size, read, 0, (owner, barrier & _OFFSET)
+            )
+
+
+def op_commit(machine: Machine, w: Warp, op: Any) -> None:
+    machine.bulk_commit(w)
+
+
+def op_wait(machine: Machine, w: Warp, op: Any) -> Any:
+    return machine.bulk_wait(w, op.ins.operands[0][1], "read" in op.ins.mods)
+
+
+def op_nothing(machine: Machine, w: Warp, op: Any) -> None:
+    """Prefetches have no effect here."""
+
+
+HANDLERS = {
+    "cp.async.bulk.commit_group": op_commit,
+    "cp.async.bulk.wait_group": op_wait,
+    "cp.async.bulk.prefetch": op_nothing,
+    "cp.async.bulk.global": op_bulk,
+    "cp.async.bulk.shared::cta": op_bulk,
+    "cp.async.bulk.shared::cluster": op_bulk,
+    "cp.reduce.async.bulk": op_bulk,
+    **{f"cp.reduce.async.bulk.tensor.{n}d": op_tensor_store for n in range(1, 6)},
+    **{f"cp.async.bulk.tensor.{n}d.global": op_tensor_store for n in range(1, 6)},
+    **{f"cp.async.bulk.tensor.{n}d.shared::cta": op_tensor_load for n in range(1, 6)},
+    **{f"cp.async.bulk.tensor.{n}d.shared::cluster": op_tensor_load for n in range(1, 6)},
+    **{f"cp.async.bulk.prefetch.tensor.{n}d": op_nothing for n in range(1, 6)},
+}
