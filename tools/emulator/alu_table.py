@@ -7,13 +7,13 @@ constant.  The result letter says how the value is stored: ``w`` 32-bit, ``q`` 6
 16-bit, ``f`` FP32, ``d`` FP64, ``p`` predicate.
 """
 
-import hashlib
 import importlib.util
 import os
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
+
+from mok.tools.emulator.jit import cache_folder
 
 TABLE: dict[str, tuple[str, str]] = {
     "mov": ("q", "a0"),
@@ -217,9 +217,9 @@ NUMBER = {name: i for i, name in enumerate(TABLE)}
 _HEADER = '''"""Generated from alu_table.py: one branch per operation, a loop over the warp's lanes."""
 from math import copysign, inf, isnan, sqrt
 import numpy as np
-from numba import njit
 from numpy import cos, exp2, log2, sin, tanh
 from mok.tools.emulator.intrinsics import *
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.numerics import *
 
 I = np.int64
@@ -227,12 +227,12 @@ F = np.float32
 D = np.float64
 
 
-@njit(inline="always")
+@njit(cache=False, inline="always")
 def udiv(a, b):
     return I(u64(a) // u64(b)) if b != 0 else I(-1)
 
 
-@njit(inline="always")
+@njit(cache=False, inline="always")
 def sdiv(a, b):
     if b == 0 or b == -1:
         return -a if b else I(-1)
@@ -240,24 +240,21 @@ def sdiv(a, b):
     return q if (a < 0) == (b < 0) else -q
 
 
-@njit(inline="always")
+@njit(cache=False, inline="always")
 def fdiv0(a, b):
     return F(np.nan) if isnan(a) or a == 0 else F(copysign(inf, a) * copysign(1.0, b))
 
 
-@njit(inline="always")
+@njit(cache=False, inline="always")
 def ddiv0(a, b):
     return np.nan if isnan(a) or a == 0 else copysign(inf, a) * copysign(1.0, b)
 
 
-@njit(inline="always")
+@njit(cache=False, inline="always")
 def round_f32(a, mode):
     return F(np.rint(a) if mode == 0 else np.trunc(a) if mode == 1
              else np.floor(a) if mode == 2 else np.ceil(a))
 
-
-@njit(cache=True)
-def exec_alu(op, d, a, b, c, x):
 '''
 
 _READ = {
@@ -270,36 +267,38 @@ _WRITE = {
 }
 
 
+_GROUP = 24  # operations of one compiled function: compile time grows faster than its size
+
+
+def _tree(items: list[tuple[int, str]], pad: str) -> str:
+    """Binary search over the operation number; the leaves are blocks of code."""
+    if len(items) == 1:
+        return "".join(f"{pad}{line}\n" for line in items[0][1].splitlines())
+    half = len(items) // 2
+    return (
+        f"{pad}if op < {items[half][0]}:\n{_tree(items[:half], pad + ' ')}"
+        f"{pad}else:\n{_tree(items[half:], pad + ' ')}"
+    )
+
+
+def _body(name: str) -> str:
+    result, expression = TABLE[name]
+    used = sorted(set(re.findall(r"\b([abc])(0|s_?|h|f|d)\b", expression)))
+    lines = ["for l in range(0, 256, 8):"]
+    lines += [f"    {o}{kind} = {_READ[kind[0]].format(o=o)}" for o, kind in used]
+    lines.append(f"    st64(d + l, {_WRITE[result].format(e=expression)})")
+    return "\n".join(lines)
+
+
 def source() -> str:
     """Python source of ``exec_alu(op, d, a, b, c, x)``, whose arguments are row addresses."""
-    def tree(items: list[tuple[int, str]], pad: str) -> str:
-        if len(items) == 1:
-            return items[0][1].replace("\n", "\n" + pad).join((pad, "\n"))
-        half = len(items) // 2
-        return (f"{pad}if op < {items[half][0]}:\n{tree(items[:half], pad + ' ')}"
-                f"{pad}else:\n{tree(items[half:], pad + ' ')}")
-
-    bodies = []
-    for name, (result, expression) in TABLE.items():
-        used = sorted(set(re.findall(r"\b([abc])(0|s_?|h|f|d)\b", expression)))
-        lines = ["for l in range(0, 256, 8):"]
-        for operand, kind in used:
-            read = _READ[kind[0]].format(o=operand)
-            lines.append(f"    {operand}{kind} = {read}")
-        lines.append(f"    st64(d + l, {_WRITE[result].format(e=expression)})")
-        bodies.append((NUMBER[name], "\n".join(lines)))
-    return _HEADER + tree(bodies, "    ")
-
-
-def cache_folder() -> Path:
-    """Private folder for generated and compiled code, one per version of these sources."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(base) / "mok-emulator" / digest.hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
+    bodies = [(NUMBER[name], _body(name)) for name in TABLE]
+    text, calls = _HEADER, []
+    for i in range(0, len(bodies), _GROUP):
+        group = bodies[i : i + _GROUP]
+        text += f"\n\n@njit\ndef group{i}(op, d, a, b, c, x):\n{_tree(group, '    ')}"
+        calls.append((group[0][0], f"group{i}(op, d, a, b, c, x)"))
+    return f"{text}\n\n@njit\ndef exec_alu(op, d, a, b, c, x):\n{_tree(calls, '    ')}"
 
 
 def load() -> ModuleType:
@@ -308,10 +307,7 @@ def load() -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     text = source()
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(base) / "mok-emulator" / ("alu-" + hashlib.sha256(text.encode()).hexdigest()[:16])
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / f"{name}.py"
+    path = cache_folder() / f"{name}.py"
     if not path.exists():
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(text)

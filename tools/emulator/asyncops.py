@@ -87,6 +87,12 @@ class AsyncEngine:
         while self.advance():
             pass
 
+    def drain_cluster(self, cluster: "Cluster") -> None:
+        """Completes what an exited cluster left behind, before its slot is used again."""
+        for op in [p for p in self.pending if p.warp.cta.cluster is cluster]:
+            while not op.finished:
+                self.step(op)
+
     def run_queue(self, queue: Any, keep: int = 0) -> None:
         """Completes the operations of one ordered queue, oldest first."""
         mine = [p for p in self.pending if p.queue is queue]

@@ -6,7 +6,7 @@ group that waits, spins or uses up its quantum lets the others run.
 """
 
 import numpy as np
-from numba import njit
+from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator import alu_table
 from mok.tools.emulator.intrinsics import ld32, ld64, popc64, st64
@@ -129,14 +129,14 @@ _I = np.int64
 NONE = 0x7FFFFFFF
 
 
-@njit(cache=True)
+@njit
 def write_lanes(row, m, value):
     for l in range(32):
         if (m >> l) & 1:
             st64(row + 8 * l, value)
 
 
-@njit(cache=True)
+@njit
 def guard_mask(R, row, negate, mask):
     out = _I(0)
     for l in range(32):
@@ -145,7 +145,7 @@ def guard_mask(R, row, negate, mask):
     return out
 
 
-@njit(cache=True)
+@njit
 def add_group(W, pc, mask, blocked):
     n = ld64(W + 8 * W_NG)
     st64(W + 8 * (W_GPC + n), pc)
@@ -154,7 +154,7 @@ def add_group(W, pc, mask, blocked):
     st64(W + 8 * W_NG, n + 1)
 
 
-@njit(cache=True)
+@njit
 def drop_group(W, i):
     n = ld64(W + 8 * W_NG) - 1
     st64(W + 8 * (W_GPC + i), ld64(W + 8 * (W_GPC + n)))
@@ -163,7 +163,7 @@ def drop_group(W, i):
     st64(W + 8 * W_NG, n)
 
 
-@njit(cache=True)
+@njit
 def take_group(W):
     """Makes the runnable group with the lowest pc current.  False when every group waits."""
     best = _I(-1)
@@ -180,13 +180,13 @@ def take_group(W):
     return True
 
 
-@njit(cache=True)
+@njit
 def unblock(W):
     for i in range(ld64(W + 8 * W_NG)):
         st64(W + 8 * (W_GBLK + i), _I(0))
 
 
-@njit(cache=True)
+@njit
 def regroup(W, pc, mask):
     """Merges groups at the same pc; switches to a runnable group that is further behind."""
     i = _I(0)
@@ -200,7 +200,7 @@ def regroup(W, pc, mask):
     take_group(W)
 
 
-@njit(cache=True)
+@njit
 def needed_lanes(W, R, c):
     """Lanes that a .sync instruction's member mask (row I_E of the record) names and that live."""
     row = ld32(c + 4 * I_TARGET)
@@ -210,7 +210,7 @@ def needed_lanes(W, R, c):
     return ld64(R + row + 8 * lowest(ld64(W + 8 * W_MASK))) & alive
 
 
-@njit(cache=True)
+@njit
 def step_sync(X, W, c, R, m, pc, op):
     """Operations that may wait or fault.  0 go on, 1 wait after it, 2 fault, 3 wait and retry."""
     if op == OP_LD:
@@ -242,7 +242,7 @@ def step_sync(X, W, c, R, m, pc, op):
     return 2
 
 
-@njit(cache=True)
+@njit
 def step_warp(X, W, c, R, m, op):
     """Operations on registers of the whole warp, which never wait."""
     if op == OP_SHFL:
@@ -291,7 +291,7 @@ def step_warp(X, W, c, R, m, op):
                 st64(d + 8 * l, _I(1) if hit else _I(0))
 
 
-@njit(cache=True)
+@njit
 def run_warp(X, W, quantum):
     """Runs one warp until it waits, exits, faults, needs Python, or the quantum ends."""
     R = ld64(W + 8 * W_REGS)
@@ -423,7 +423,7 @@ def run_warp(X, W, quantum):
     return result
 
 
-@njit(cache=True)
+@njit
 def awake(X, W):
     if ld64(W + 8 * W_STATE) != STATE_RUN:
         return False
@@ -436,7 +436,7 @@ def awake(X, W):
     return ld64(X + 8 * X_EV_MEM) + ld64(X + 8 * X_EV_SYNC) != ld64(W + 8 * W_SLEEP_EV)
 
 
-@njit(cache=True)
+@njit
 def random(X):
     s = ld64(X + 8 * X_RNG)
     s ^= s << 13
@@ -446,7 +446,7 @@ def random(X):
     return (s >> 20) & 0x7FFFFFFF
 
 
-@njit(cache=True)
+@njit
 def run_grid(X, limit):
     """Schedules warps until Python is needed; the warp concerned is in X_CURRENT."""
     n = ld64(X + 8 * X_NWARPS)

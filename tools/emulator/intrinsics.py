@@ -2,9 +2,11 @@
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from mok.tools.emulator.jit import njit
 
 M32 = np.int64(0xFFFFFFFF)
 
@@ -157,22 +159,22 @@ ctz64 = _bit_function("cttz", True)
 brev64 = _bit_function("bitreverse", False)
 
 
-@njit(inline="always")
+@njit(cache=False, inline="always")
 def u64(x):
     """Reads a register as unsigned."""
     return np.uint64(x)
 
 
-@njit(inline="always")
+@njit(cache=False, inline="always")
 def shl64(x, n):
     return np.int64(0) if u64(n) > 63 else x << n
 
 
-@njit(inline="always")
+@njit(cache=False, inline="always")
 def shr_u64(x, n):
     return np.int64(0) if u64(n) > 63 else np.int64(u64(x) >> u64(n))
 
 
-@njit(inline="always")
+@njit(cache=False, inline="always")
 def shr_s64(x, n):
     return x >> (np.int64(63) if u64(n) > 63 else n)

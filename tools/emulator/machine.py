@@ -442,6 +442,7 @@ class Machine(BulkOps):
         for w in cta.warps:
             w.state[L.W_STATE] = L.STATE_EMPTY
         if all(c.state[L.C_INDEX] == -1 for c in cta.cluster.ctas):
+            self.engine.drain_cluster(cta.cluster)
             self.cluster_done(cta.cluster)
             self._next(cta.cluster)
 

@@ -5,7 +5,7 @@ Bits: 0-19 pending arrivals, 20-39 expected arrivals, 40-61 transaction count (b
 """
 
 import numpy as np
-from numba import njit
+from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import ld64, st64
 from mok.tools.emulator.layout import MB_TX_BIAS
@@ -16,44 +16,44 @@ _TXMASK = (1 << 22) - 1
 _TAG = _I(-(1 << 63))
 
 
-@njit(cache=True)
+@njit
 def mb_pack(pending, expected, tx, phase):
     return (
         _TAG | (phase << 62) | (((tx + MB_TX_BIAS) & _TXMASK) << 40) | (expected << 20) | pending
     )
 
 
-@njit(cache=True)
+@njit
 def mb_pending(word):
     return word & _COUNT
 
 
-@njit(cache=True)
+@njit
 def mb_expected(word):
     return (word >> 20) & _COUNT
 
 
-@njit(cache=True)
+@njit
 def mb_tx(word):
     return ((word >> 40) & _TXMASK) - MB_TX_BIAS
 
 
-@njit(cache=True)
+@njit
 def mb_phase(word):
     return (word >> 62) & 1
 
 
-@njit(cache=True)
+@njit
 def mb_init(host, count):
     st64(host, mb_pack(count, count, _I(0), _I(0)))
 
 
-@njit(cache=True)
+@njit
 def mb_valid(host):
     return ld64(host) < 0
 
 
-@njit(cache=True)
+@njit
 def mb_update(host, arrivals, tx):
     """Applies arrivals and a transaction-count change; flips the phase when both are met.
 

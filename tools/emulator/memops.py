@@ -1,7 +1,7 @@
 """Loads, stores, atomics and cp.async for compiled code, lane by lane."""
 
 import numpy as np
-from numba import njit
+from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import (
     bits_f32,
@@ -51,13 +51,13 @@ _I = np.int64
 # 9-12 log2 bytes of the destination register, 16 poll (ordered or volatile).
 
 
-@njit(cache=True)
+@njit
 def memory_event(X, W):
     st64(X + 8 * X_EV_MEM, ld64(X + 8 * X_EV_MEM) + 1)
     st64(W + 8 * W_POLL_PC, _I(-1))
 
 
-@njit(cache=True)
+@njit
 def op_load(X, W, c, R, m, pc):
     """Returns 0 to go on, 1 when a poll saw nothing new, 2 on fault."""
     x = ld32(c + 4 * I_X)
@@ -115,7 +115,7 @@ def op_load(X, W, c, R, m, pc):
     return 0
 
 
-@njit(cache=True)
+@njit
 def op_store(X, W, c, R, m):
     x = ld32(c + 4 * I_X)
     space = x & 7
@@ -142,7 +142,7 @@ A_ADD, A_MIN, A_MAX, A_AND, A_OR, A_XOR, A_EXCH, A_CAS, A_INC, A_DEC = range(10)
 T_U, T_S, T_F32, T_F64, T_BF16X2, T_F16X2, T_BF16, T_F16 = range(8)
 
 
-@njit(cache=True)
+@njit
 def combine(kind, kind_type, size, old, value, compare):
     """New memory value of an atomic operation."""
     if kind == A_EXCH:
@@ -181,7 +181,7 @@ def combine(kind, kind_type, size, old, value, compare):
     return old if u64(old) > u64(value) else value
 
 
-@njit(cache=True)
+@njit
 def op_atomic(X, W, c, R, m, pc):
     """atom and red: the lanes take effect in lane order.  I_D is absent for red."""
     x = ld32(c + 4 * I_X)
@@ -231,7 +231,7 @@ def op_atomic(X, W, c, R, m, pc):
     return 0
 
 
-@njit(cache=True)
+@njit
 def op_cp_async(X, W, c, R, m):
     """cp.async: copies at once.  X: bytes; B: source address; C: source size row or none."""
     size = ld32(c + 4 * I_X)

@@ -1,7 +1,7 @@
 """Address resolution and scalar accesses for compiled code: generic, global, shared, local."""
 
 import numpy as np
-from numba import njit
+from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import ld8, ld16, ld32, ld64, st8, st16, st32, st64
 from mok.tools.emulator.layout import (
@@ -39,7 +39,7 @@ _I = np.int64
 _OFFSET = (1 << RANK_SHIFT) - 1
 
 
-@njit(cache=True)
+@njit
 def fault(W, code, addr, lane, aux):
     """Records a fault in the warp's state; the caller returns at once."""
     st64(W + 8 * W_FAULT, _I(code))
@@ -49,7 +49,7 @@ def fault(W, code, addr, lane, aux):
     return _I(0)
 
 
-@njit(cache=True)
+@njit
 def in_ranges(X, addr, size):
     """Whether [addr, addr + size) lies inside one registered range."""
     n = ld64(X + 8 * X_NRANGES)
@@ -70,7 +70,7 @@ def in_ranges(X, addr, size):
     return addr + size <= ld64(table + 16 * (lo - 1) + 8)
 
 
-@njit(cache=True)
+@njit
 def resolve(X, W, space, addr, size, lane):
     """Host address of an access, or 0 after recording a fault."""
     if (addr & (size - 1)) != 0:
@@ -114,7 +114,7 @@ def resolve(X, W, space, addr, size, lane):
     return addr
 
 
-@njit(cache=True)
+@njit
 def load(host, size):
     """Zero-extended value of 1, 2, 4 or 8 bytes."""
     if size == 4:
@@ -126,7 +126,7 @@ def load(host, size):
     return ld8(host)
 
 
-@njit(cache=True)
+@njit
 def store(host, size, value):
     if size == 4:
         st32(host, value)

@@ -3,14 +3,14 @@
 import math
 
 import numpy as np
-from numba import njit
+from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import bits_f32, f32_bits, fma32
 
 _I = np.int64
 
 
-@njit(cache=True)
+@njit
 def bf16_rn(x):
     """FP32 to BF16 bits, round to nearest even; NaN becomes 0x7FFF."""
     b = f32_bits(x)
@@ -19,12 +19,12 @@ def bf16_rn(x):
     return (b + 0x7FFF + ((b >> 16) & 1)) >> 16 & 0xFFFF
 
 
-@njit(cache=True)
+@njit
 def bf16_f32(b):
     return bits_f32((b & 0xFFFF) << 16)
 
 
-@njit(cache=True)
+@njit
 def f16_f32(h):
     """FP16 bits to FP32."""
     sign = (h >> 15) & 1
@@ -39,7 +39,7 @@ def f16_f32(h):
     return np.float32(-r if sign else r)
 
 
-@njit(cache=True)
+@njit
 def small_float(x, ebits, mbits, bias, has_inf, has_nan_only_top, saturate, rz):
     """FP64 value to a small binary format, round to nearest even (or toward zero).
 
@@ -83,13 +83,13 @@ def small_float(x, ebits, mbits, bias, has_inf, has_nan_only_top, saturate, rz):
     return sign | code
 
 
-@njit(cache=True)
+@njit
 def f16_rn(x):
     """FP32 to FP16 bits, round to nearest even."""
     return small_float(np.float64(x), 5, 10, 15, True, False, False, False)
 
 
-@njit(cache=True)
+@njit
 def e4m3_rn(x):
     """FP32 to E4M3 with saturation to ±448; NaN becomes 0x7F."""
     if math.isnan(x):
@@ -97,14 +97,14 @@ def e4m3_rn(x):
     return small_float(np.float64(x), 4, 3, 7, False, True, True, False)
 
 
-@njit(cache=True)
+@njit
 def e5m2_rn(x):
     if math.isnan(x):
         return _I(0x7F)
     return small_float(np.float64(x), 5, 2, 15, True, False, True, False)
 
 
-@njit(cache=True)
+@njit
 def e4m3_f32(c):
     s = -1.0 if c & 0x80 else 1.0
     e = (c >> 3) & 15
@@ -116,12 +116,12 @@ def e4m3_f32(c):
     return np.float32(s * (8 + m) * 2.0 ** (e - 10))
 
 
-@njit(cache=True)
+@njit
 def e5m2_f32(c):
     return f16_f32((c & 0xFF) << 8)
 
 
-@njit(cache=True)
+@njit
 def ue8m0_code(x, up):
     """|FP32| to a power-of-two exponent code: rounds up or toward zero, saturating."""
     if math.isnan(x):
@@ -139,19 +139,19 @@ def ue8m0_code(x, up):
     return e if e < 255 else _I(254)
 
 
-@njit(cache=True)
+@njit
 def ue8m0_f32(c):
     return bits_f32(_I(0x7F800001) if c == 255 else (_I(0x400000) if c == 0 else c << 23))
 
 
-@njit(cache=True)
+@njit
 def ftz(x):
     """Flushes FP32 subnormals to zero of the same sign."""
     b = f32_bits(x)
     return bits_f32(b & 0x80000000) if (b & 0x7F800000) == 0 else x
 
 
-@njit(cache=True)
+@njit
 def pair_op(kind, half, a, b, c):
     """fma, add, sub, mul, min, max on two packed BF16 (half = 0) or FP16 (half = 1) values."""
     out = _I(0)
@@ -165,7 +165,7 @@ def pair_op(kind, half, a, b, c):
     return out
 
 
-@njit(cache=True)
+@njit
 def scalar_op(kind, x, y, z):
     if kind == 0:
         return np.float32(np.float64(x) * np.float64(y) + np.float64(z))
@@ -180,7 +180,7 @@ def scalar_op(kind, x, y, z):
     return max_f32(x, y)
 
 
-@njit(cache=True)
+@njit
 def pair32_op(kind, a, b, c):
     """fma, add, sub, mul on two packed FP32 values in a 64-bit register."""
     out = _I(0)
@@ -198,7 +198,7 @@ def pair32_op(kind, a, b, c):
     return out
 
 
-@njit(cache=True)
+@njit
 def min_f32(x, y):
     """PTX min: a NaN operand is ignored, -0 is below +0."""
     if math.isnan(x):
@@ -210,7 +210,7 @@ def min_f32(x, y):
     return y
 
 
-@njit(cache=True)
+@njit
 def max_f32(x, y):
     if math.isnan(x):
         return bits_f32(_I(0x7FFFFFFF)) if math.isnan(y) else y
@@ -221,7 +221,7 @@ def max_f32(x, y):
     return y
 
 
-@njit(cache=True)
+@njit
 def to_int(x, rounding, low, high):
     """FP64 to integer with PTX rounding (0 nearest even, 1 zero, 2 down, 3 up) and saturation."""
     if math.isnan(x):
@@ -245,7 +245,7 @@ def to_int(x, rounding, low, high):
     return _I(r)
 
 
-@njit(cache=True)
+@njit
 def prmt(a, b, selector):
     """Byte permute, default mode."""
     out = _I(0)
@@ -259,7 +259,7 @@ def prmt(a, b, selector):
     return out
 
 
-@njit(cache=True)
+@njit
 def lop3(a, b, c, table):
     out = _I(0)
     for i in range(8):
@@ -271,7 +271,7 @@ def lop3(a, b, c, table):
     return out & 0xFFFFFFFF
 
 
-@njit(cache=True)
+@njit
 def bfe(a, pos, length, width, signed):
     pos, length = pos & 255, length & 255
     if length == 0:
@@ -286,7 +286,7 @@ def bfe(a, pos, length, width, signed):
     return out
 
 
-@njit(cache=True)
+@njit
 def bfi(a, b, pos, length, width):
     pos, length = pos & 255, length & 255
     out = b
@@ -297,7 +297,7 @@ def bfi(a, b, pos, length, width):
     return out
 
 
-@njit(cache=True)
+@njit
 def funnel(lo, hi, n, left, clamp):
     n = n & 0xFFFFFFFF
     n = (32 if n > 32 else n) if clamp else n & 31
@@ -307,7 +307,7 @@ def funnel(lo, hi, n, left, clamp):
     return np.int64(np.uint64(both) >> np.uint64(n)) & 0xFFFFFFFF if n < 32 else hi & 0xFFFFFFFF
 
 
-@njit(cache=True)
+@njit
 def bfind(a, width, signed, shift):
     if signed and (a >> (width - 1)) & 1:
         a = ~a

@@ -1,7 +1,7 @@
 """Warp-wide operations and barriers for compiled code."""
 
 import numpy as np
-from numba import njit
+from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import ld16, ld32, ld64, popc64, st8, st16, st64
 from mok.tools.emulator.layout import (
@@ -51,7 +51,7 @@ _I = np.int64
 FULL = _I(0xFFFFFFFF)
 
 
-@njit(cache=True)
+@njit
 def lowest(mask):
     for i in range(32):
         if (mask >> i) & 1:
@@ -59,12 +59,12 @@ def lowest(mask):
     return _I(0)
 
 
-@njit(cache=True)
+@njit
 def event(X):
     st64(X + 8 * X_EV_SYNC, ld64(X + 8 * X_EV_SYNC) + 1)
 
 
-@njit(cache=True)
+@njit
 def sleep_on(W, kind, pc, addr, size, mask, value):
     """Puts the warp to sleep until the word changes."""
     st64(W + 8 * W_SLEEP, _I(SLEEP_WORD))
@@ -76,7 +76,7 @@ def sleep_on(W, kind, pc, addr, size, mask, value):
     st64(W + 8 * W_WAIT_VALUE, value)
 
 
-@njit(cache=True)
+@njit
 def shfl(c, R, m):
     """shfl.sync: X is the mode (0 idx, 1 up, 2 down, 3 bfly)."""
     mode = ld32(c + 4 * I_X)
@@ -116,7 +116,7 @@ def shfl(c, R, m):
             st64(R + p + 8 * l, _I(1) if ok else _I(0))
 
 
-@njit(cache=True)
+@njit
 def vote(c, R, m):
     """vote.sync: X is the mode (0 any, 1 all, 2 uni, 3 ballot); E is set to negate."""
     mode = ld32(c + 4 * I_X)
@@ -140,7 +140,7 @@ def vote(c, R, m):
             st64(d + 8 * l, result)
 
 
-@njit(cache=True)
+@njit
 def match(c, R, m):
     """match.sync: X is 0 for any, 1 for all (E then receives the predicate)."""
     d = R + ld32(c + 4 * I_D)
@@ -164,7 +164,7 @@ def match(c, R, m):
             st64(d + 8 * l, same)
 
 
-@njit(cache=True)
+@njit
 def redux(c, R, m):
     """redux.sync on 32-bit integers: X is 0 add, 1 min, 2 max, 3 and, 4 or, 5 xor; Z: signed."""
     d = R + ld32(c + 4 * I_D)
@@ -198,7 +198,7 @@ def redux(c, R, m):
             st64(d + 8 * l, out & 0xFFFFFFFF)
 
 
-@njit(cache=True)
+@njit
 def named_barrier(X, W, c, R, m, pc):
     """bar.sync / bar.arrive / bar.red: returns True when the lanes may go on.
 
@@ -273,7 +273,7 @@ def named_barrier(X, W, c, R, m, pc):
     return True
 
 
-@njit(cache=True)
+@njit
 def cluster_complete(X, cluster):
     if ld64(cluster + 8 * L_ARRIVED) >= ld64(cluster + 8 * L_ALIVE):
         st64(cluster + 8 * L_ARRIVED, _I(0))
@@ -281,7 +281,7 @@ def cluster_complete(X, cluster):
         event(X)
 
 
-@njit(cache=True)
+@njit
 def cluster_arrive(X, W, m):
     cluster = ld64(ld64(W + 8 * W_CTA) + 8 * C_CLUSTER)
     generation = ld64(cluster + 8 * L_GEN)
@@ -293,7 +293,7 @@ def cluster_arrive(X, W, m):
     cluster_complete(X, cluster)
 
 
-@njit(cache=True)
+@njit
 def cluster_wait(W, m, pc):
     cluster = ld64(ld64(W + 8 * W_CTA) + 8 * C_CLUSTER)
     generation = ld64(cluster + 8 * L_GEN)
@@ -304,7 +304,7 @@ def cluster_wait(W, m, pc):
     return True
 
 
-@njit(cache=True)
+@njit
 def threads_exit(X, W, m):
     """Exited threads no longer count at cluster barriers."""
     cta = ld64(W + 8 * W_CTA)
@@ -316,13 +316,13 @@ def threads_exit(X, W, m):
         cluster_complete(X, cluster)
 
 
-@njit(cache=True)
+@njit
 def mbar_address(X, W, c, R, lane):
     addr = ld64(R + ld32(c + 4 * I_A) + 8 * lane) + np.int32(ld32(c + 4 * I_Y))
     return resolve(X, W, _I(ld32(c + 4 * I_Z)), addr, 8, lane)
 
 
-@njit(cache=True)
+@njit
 def mbar_op(X, W, c, R, m):
     """init (X = 0), inval (1), arrive (2), expect_tx (3), arrive.expect_tx (4), complete_tx (5).
 
@@ -366,7 +366,7 @@ def mbar_op(X, W, c, R, m):
     return True
 
 
-@njit(cache=True)
+@njit
 def mbar_wait(X, W, c, R, m, pc):
     """test_wait / try_wait: writes the predicate; a lane that must wait makes the warp sleep.
 
@@ -394,7 +394,7 @@ def mbar_wait(X, W, c, R, m, pc):
     return waiting
 
 
-@njit(cache=True)
+@njit
 def ldmatrix(X, W, c, R, m):
     """ldmatrix b16 8x8: X bit 0 transposes; N matrices, destination rows in the ext table."""
     n = ld32(c + 4 * I_N)
@@ -420,7 +420,7 @@ def ldmatrix(X, W, c, R, m):
     return True
 
 
-@njit(cache=True)
+@njit
 def stmatrix(X, W, c, R, m):
     n = ld32(c + 4 * I_N)
     ext = ld64(X + 8 * X_EXT) + 4 * ld32(c + 4 * I_EXT)
