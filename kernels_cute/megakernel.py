@@ -316,14 +316,11 @@ class MegaKernel:
         while kind != END:
             queue.wait_free(slot, phase)
             if asked != 0:
-                right = control.answer(reply_phase)
+                asking = self.granted(control, starts, reply_phase)
                 reply_phase = reply_phase ^ 1
                 asked = Int32(0)
-                if right != 0:
-                    if cute.arch.lane_idx() == 0:
-                        starts.add()
-                else:
-                    asking = Int32(0)
+                right = asking
+                if asking == 0:
                     right = starts.all_started()
             ticket = Int32(prog.tasks)  # decodes to END
             if right != 0:
@@ -338,8 +335,16 @@ class MegaKernel:
         # No ticket is left: clusters that have not started need not.
         while asking != 0:
             control.ask()
-            asking = control.answer(reply_phase)
+            asking = self.granted(control, starts, reply_phase)
             reply_phase = reply_phase ^ 1
+
+    @cute.jit
+    def granted(self, control, starts, phase):
+        """1 if a cluster's launch was cancelled for this pair, which then counts it; 0 for a refusal."""
+        grant = control.answer(phase)
+        if grant != 0 and cute.arch.lane_idx() == 0:
+            starts.add()
+        return grant
 
     @cute.jit
     def mma_role(self, shared, tmem):

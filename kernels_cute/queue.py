@@ -24,7 +24,7 @@ from .sync import advance, select
 WORDS = 16  # int32 of a queue entry
 DEPTH = 2
 # After a refusal, clusters launched at the same time may not have counted themselves yet.
-GRACE_POLLS, GRACE_NS = 20, 200
+GRACE_POLLS, GRACE_NS = 8, 500
 
 
 class DSL:

@@ -128,7 +128,9 @@ class ForwardRun:
             if not b[name].numel():
                 b[name] = words(1)
         self.saved.append(b)
-        weights = [t if t.numel() else self.empty(1) for t in (experts.gate, experts.up, experts.down)]
+        weights = [
+            t if t.numel() else self.empty(1) for t in (experts.gate, experts.up, experts.down)
+        ]
         shared = (
             [case.shared.gate, case.shared.up, case.shared.down]
             if case.shared
