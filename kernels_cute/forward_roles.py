@@ -119,8 +119,42 @@ class ForwardRoles(MegaKernel):
         return Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
 
     @cute.jit
+    def wait_for(self, ctx, prog, entry):
+        """Return once a task can run: what it reads is there, what it overwrites has been read."""
+        counters, watch, ticket = ctx.counters, ctx.watch, entry.ticket
+        minibatch, block = entry.minibatch, entry.block
+        previous = prog.previous(minibatch)  # of the minibatch's ring slot
+        if entry.kind == UP:
+            if cutlass.const_expr(not self.direct):
+                sync.wait_at_least(
+                    counters.x_ready + minibatch, prog.x_ready_target(minibatch), watch,
+                    0, 0, ticket, minibatch,
+                )  # fmt: skip
+            if previous < prog.minibatches:
+                sync.wait_at_least(
+                    counters.y_ready + previous, prog.y_ready_target(previous), watch,
+                    0, 1, ticket, previous,
+                )  # fmt: skip
+        elif entry.kind == DOWN:
+            sync.wait_at_least(
+                counters.hidden_ready + block, prog.hidden_ready_target(), watch,
+                0, 3, ticket, block,
+            )  # fmt: skip
+            if cutlass.const_expr(not self.direct):
+                if previous < prog.minibatches:
+                    sync.wait_at_least(
+                        counters.y_free + previous, prog.y_free_target(previous), watch,
+                        0, 2, ticket, previous,
+                    )  # fmt: skip
+        elif entry.kind == SHARED_DOWN:
+            sync.wait_at_least(
+                counters.shared_hidden_ready + block, prog.shared_hidden_ready_target(), watch,
+                0, 4, ticket, block,
+            )  # fmt: skip
+
+    @cute.jit
     def load_role(self, ctx, prog, shared):
-        """Wait for what a task needs, load its tiles."""
+        """Load the tiles of tasks that can run."""
         main, bars, sources, direct = self.mainloop, shared.bars, ctx.sources, self.direct
         sA, sB, rows = shared.sA, shared.sB_half, main.CTA_ROWS
         x = main.partition(sources.x, sA, rows)
@@ -141,14 +175,14 @@ class ForwardRoles(MegaKernel):
         while kind != END:
             entry, feed = self.next_task(ctx, prog, shared, feed)
             kind = entry.kind
+            # What was waited for reached memory by way of other threads; TMA reads past them.
+            cute.arch.fence_proxy("async.global")
             if kind == UP:
-                self.wait_up(ctx, prog, entry)
                 stage, phase = main.load_tile(
                     bars, x_ring, not direct, entry.ring_block, gate, entry.n, up, entry.n,
                     entry.expert, entry.k_tiles, stage, phase,
                 )  # fmt: skip
             elif kind == DOWN:
-                self.wait_down(ctx, prog, entry)
                 stage, phase = main.load_tile(
                     bars, hidden, True, entry.ring_block, down, 2 * entry.n, down, 2 * entry.n + 1,
                     entry.expert, entry.k_tiles, stage, phase,
@@ -159,50 +193,11 @@ class ForwardRoles(MegaKernel):
                     zero, entry.k_tiles, stage, phase,
                 )  # fmt: skip
             elif kind == SHARED_DOWN:
-                sync.wait_at_least(
-                    ctx.counters.shared_hidden_ready + entry.block,
-                    prog.shared_hidden_ready_target(),
-                    ctx.watch, 0, 4, entry.ticket, entry.block,
-                )  # fmt: skip
-                cute.arch.fence_proxy("async.global")
                 stage, phase = main.load_tile(
                     bars, shared_hidden, True, entry.block, shared_down, 2 * entry.n,
                     shared_down, 2 * entry.n + 1, zero, entry.k_tiles, stage, phase,
                 )  # fmt: skip
         main.finish_loads(bars, stage, phase)
-
-    @cute.jit
-    def wait_up(self, ctx, prog, entry):
-        """An up task needs its rows in the ring, and its hidden slot free."""
-        minibatch = entry.minibatch
-        if cutlass.const_expr(not self.direct):
-            sync.wait_at_least(
-                ctx.counters.x_ready + minibatch, prog.x_ready_target(minibatch), ctx.watch,
-                0, 0, entry.ticket, minibatch,
-            )  # fmt: skip
-        previous = prog.previous(minibatch)
-        if previous < prog.minibatches:
-            sync.wait_at_least(
-                ctx.counters.y_ready + previous, prog.y_ready_target(previous), ctx.watch,
-                0, 1, entry.ticket, previous,
-            )  # fmt: skip
-        cute.arch.fence_proxy("async.global")
-
-    @cute.jit
-    def wait_down(self, ctx, prog, entry):
-        """A down task needs its block's hidden rows, and in the ring its y slot free."""
-        sync.wait_at_least(
-            ctx.counters.hidden_ready + entry.block, prog.hidden_ready_target(), ctx.watch,
-            0, 3, entry.ticket, entry.block,
-        )  # fmt: skip
-        if cutlass.const_expr(not self.direct):
-            previous = prog.previous(entry.minibatch)
-            if previous < prog.minibatches:
-                sync.wait_at_least(
-                    ctx.counters.y_free + previous, prog.y_free_target(previous), ctx.watch,
-                    0, 2, entry.ticket, previous,
-                )  # fmt: skip
-        cute.arch.fence_proxy("async.global")
 
     @cute.jit
     def gather_role(self, ctx, shared):

@@ -3,10 +3,11 @@
 A kernel brings its roles as methods; this class brings the machine. Warps of a compute CTA:
 
     Hopper (one CTA per task)                Blackwell (two CTAs per task)
-    0     load: draws tickets, loads         0     load
+    0     load: draws, waits, loads          0     load
     1     store                              1     store
     2-3   gather (direct)                    2     MMA: the first CTA's works for both
-    4-11  multiply, then the epilogue        3     scheduler: the first CTA's draws for both
+    4-11  multiply, then the epilogue        3     first CTA: scheduler, draws and waits for both
+                                                   second CTA: relay of the scheduler's entries
                                              4-7   epilogue
                                              8-11  gather (direct)
 
@@ -31,6 +32,7 @@ from .queue import (
     DEPTH,
     WORDS,
     LaunchControl,
+    PairQueue,
     Starts,
     TaskQueue,
     broadcast,
@@ -109,8 +111,8 @@ class MegaKernel:
             self.first_gather_warp = 8
             self.mainloop = sm100.Mainloop(tile_n, stages, gather_warps)
             self.staging = RowStaging(self.mainloop.CTA_ROWS, self.mainloop.EPILOGUE_WARPS)
-            # Load, store, epilogue and gather warps of both CTAs, one MMA warp.
-            self.readers = 2 * (2 + self.mainloop.EPILOGUE_WARPS + gather_warps) + 1
+            # Load, store, epilogue and gather warps; in the first CTA also the MMA warp.
+            self.readers = 2 + self.mainloop.EPILOGUE_WARPS + gather_warps
         self.use_clc = self.scheduling == "clc"
         self.counts_starts = self.use_clc or not direct
 
@@ -136,6 +138,8 @@ class MegaKernel:
         }
         if not self.hopper:
             fields |= {
+                "queue_arrived": array[Int64, DEPTH],
+                "queue_freed": array[Int64, DEPTH],
                 "tmem": array[Int32, 2],  # base address of the tensor memory
                 "launch_arrived": array[Int64, 1],
                 "launch_reply": words[array[Int32, 4], 16],
@@ -160,6 +164,14 @@ class MegaKernel:
         """Which CTA of a task's CTAs this is."""
         return Int32(0) if self.hopper else cute.arch.block_idx_in_cluster()
 
+    def queue_readers(self):
+        """Warps of this CTA that read the queue."""
+        if self.hopper:
+            return self.readers
+        return sync.select(
+            self.rank_in_cluster() == 0, Int32(self.readers + 1), Int32(self.readers)
+        )
+
     def row_tile(self, block: Int32) -> Int32:
         """This CTA's 128 rows of a task's row block."""
         return block if self.hopper else self.ctas * block + self.rank_in_cluster()
@@ -180,12 +192,7 @@ class MegaKernel:
     def enter(self, storage, started: cute.Pointer) -> Shared:
         """Initialise the barriers, count this cluster, and let the cluster's CTAs see each other."""
         main, staging = self.mainloop, self.staging
-        queue = TaskQueue(
-            storage.queue_words.data_ptr(),
-            storage.queue_full.data_ptr(),
-            storage.queue_empty.data_ptr(),
-            self.ctas,
-        )
+        queue = self.make_queue(storage)
         bars = main.bars(storage)
         stores = Stages(storage.store_full.data_ptr(), storage.store_empty.data_ptr())
         self.init_barriers(queue, bars, stores, storage, started)
@@ -209,13 +216,22 @@ class MegaKernel:
             order,
         )
 
+    def make_queue(self, storage) -> TaskQueue:
+        """The queue in the shared storage."""
+        words = storage.queue_words.data_ptr()
+        full, empty = storage.queue_full.data_ptr(), storage.queue_empty.data_ptr()
+        if self.hopper:
+            return TaskQueue(words, full, empty)
+        arrived, freed = storage.queue_arrived.data_ptr(), storage.queue_freed.data_ptr()
+        return PairQueue(words, full, empty, arrived, freed)
+
     @cute.jit
     def init_barriers(self, queue, bars, stores, storage, started):
         """One thread of each CTA."""
         if cute.arch.warp_idx() == 0:
             if cute.arch.lane_idx() == 0:
                 self.mainloop.init_barriers(bars)
-                queue.init(self.readers)
+                queue.init(self.queue_readers())
                 self.staging.init_barriers(stores)
                 if cutlass.const_expr(self.use_clc):
                     launch_control(storage).init()
@@ -275,6 +291,8 @@ class MegaKernel:
         elif warp == SCHEDULER_WARP:
             if self.rank_in_cluster() == 0:
                 self.schedule_role(ctx, prog, shared)
+            else:
+                shared.queue.relay(END)
         elif warp < self.first_gather_warp:
             self.result_role(ctx, shared, self.mainloop.worker(warp, tmem.toint()))
         else:
@@ -292,20 +310,21 @@ class MegaKernel:
 
     @cute.jit
     def next_task(self, ctx, prog, shared, feed: Feed):
-        """The load warp's next task and feed. On Hopper this warp publishes it and draws one ahead."""
+        """The load warp's next task and feed. On Hopper it publishes it, draws one ahead and waits itself."""
         slot, phase = next_slot(feed.slot, feed.phase)
         ticket = feed.ticket
         if cutlass.const_expr(self.hopper):
             entry = self.decode(ctx, prog, broadcast(ticket))
             shared.queue.put(entry, feed.slot, feed.phase)
             ticket = draw(ctx.counters.ticket)
+            self.wait_for(ctx, prog, entry)
         else:
             entry = shared.queue.get(feed.slot, feed.phase, self.entry)
         return entry, Feed(ticket, slot, phase)
 
     @cute.jit
     def schedule_role(self, ctx, prog, shared):
-        """Draw tickets for the pair while it has the right to, decode them, publish them one ahead."""
+        """Draw tickets for the pair while it has the right to; publish each task, one ahead, once it can run."""
         queue, starts = shared.queue, self.starts(ctx.counters.started)
         control = launch_control(shared.storage)
         slot, phase = Int32(0), Int32(0)
@@ -326,6 +345,7 @@ class MegaKernel:
             if right != 0:
                 ticket = broadcast(draw(ctx.counters.ticket))
             entry = self.decode(ctx, prog, ticket)
+            self.wait_for(ctx, prog, entry)
             queue.put(entry, slot, phase)
             slot, phase = next_slot(slot, phase)
             kind = entry.kind

@@ -2,7 +2,8 @@
 
 The number of a task comes from an atomic counter in global memory, drawn one ahead. The decoded task
 travels through a small queue in shared memory to the warps that work on it. On Hopper each CTA draws for
-itself; on Blackwell the scheduler warp of a pair's first CTA draws for both.
+itself; on Blackwell the scheduler warp of a pair's first CTA draws for both, and waits for what a task
+needs before it publishes it.
 
 Cluster Launch Control gives the right to draw, never a task: a cluster that was launched, or whose launch
 was cancelled in favour of a running one, is worth one ticket. So the order of grants does not matter, and
@@ -60,16 +61,13 @@ class TaskQueue(Invariant):
     Args:
         words: int32 [DEPTH * WORDS], 16-byte aligned.
         full: mbarrier [DEPTH]: one arrival, the producer's.
-        empty: mbarrier [DEPTH]: one arrival per reading warp. With two CTAs the first CTA's count, and
-            the readers of both arrive there; its producer fills both CTAs' entries.
-        ctas: 1 or 2.
+        empty: mbarrier [DEPTH]: one arrival per reading warp.
     """
 
-    def __init__(self, words: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, ctas: int = 1):
+    def __init__(self, words: cute.Pointer, full: cute.Pointer, empty: cute.Pointer):
         self.words = words
         self.full = full
         self.empty = empty
-        self.ctas = ctas
 
     def init(self, readers: int) -> None:
         """Arrival counts: the producer fills, ``readers`` warps free a slot (one thread)."""
@@ -77,52 +75,107 @@ class TaskQueue(Invariant):
             cute.arch.mbarrier_init(self.full + i, 1)
             cute.arch.mbarrier_init(self.empty + i, readers)
 
-    @cute.jit
-    def wait_free(self, index: Int32, phase: Int32):
+    def wait_free(self, index: Int32, phase: Int32) -> None:
         """Return once slot ``index`` is free (the producer's whole warp)."""
-        if cutlass.const_expr(self.ctas == 1):
-            cute.arch.mbarrier_wait(self.empty + index, phase ^ 1)
-        else:
-            ptx_sm100.cluster_wait((self.empty + index).toint(), phase ^ 1)
+        cute.arch.mbarrier_wait(self.empty + index, phase ^ 1)
+        cute.arch.sync_warp()
 
     @cute.jit
     def put(self, entry: NamedTuple, index: Int32, phase: Int32):
-        """Publish an entry of up to ``WORDS`` int32 (whole warp) once its slot is free."""
+        """Publish an entry of up to ``WORDS`` int32 (whole warp; lane 0 writes) once its slot is free."""
         self.wait_free(index, phase)
-        cute.arch.sync_warp()
-        lane = cute.arch.lane_idx()
+        if cute.arch.lane_idx() == 0:
+            self.fill(entry, index)
+
+    def fill(self, entry: NamedTuple, index: Int32) -> None:
+        """Write this CTA's slot and hand it to the readers (one thread)."""
         slot = self.words + index * WORDS
-        if cutlass.const_expr(self.ctas == 1):
-            if lane == 0:
-                for i in cutlass.range_constexpr(len(entry)):
-                    cute.arch.store(slot + i, Int32(entry[i]))
-                cute.arch.mbarrier_arrive(self.full + index)
-        else:
-            if lane < self.ctas:
-                target = ptx_sm100.cluster_address(slot.toint(), lane)
-                words = [*entry, *[Int32(0)] * (-len(entry) % 4)]
-                for i in cutlass.range_constexpr(0, len(words), 4):
-                    ptx_sm100.cluster_store_16(target + 4 * i, *words[i : i + 4])
-                full = ptx_sm100.cluster_address((self.full + index).toint(), lane)
-                ptx_sm100.cluster_arrive(full)
+        for i in range(len(entry)):
+            cute.arch.store(slot + i, Int32(entry[i]))
+        cute.arch.mbarrier_arrive(self.full + index)
 
     @cute.jit
     def get(self, index: Int32, phase: Int32, entry: cutlass.Constexpr = Entry):
         """Read the next entry, of NamedTuple type ``entry`` (whole warp), and free its slot."""
-        if cutlass.const_expr(self.ctas == 1):
-            cute.arch.mbarrier_wait(self.full + index, phase)
-        else:
-            ptx_sm100.cluster_wait((self.full + index).toint(), phase)
+        cute.arch.mbarrier_wait(self.full + index, phase)
         slot = self.words + index * WORDS
         words = tuple(cute.arch.load(slot + i, Int32) for i in range(len(entry._fields)))
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            if cutlass.const_expr(self.ctas == 1):
-                cute.arch.mbarrier_arrive(self.empty + index)
-            else:
-                first = ptx_sm100.cluster_address((self.empty + index).toint(), Int32(0))
-                ptx_sm100.cluster_arrive(first)
+            cute.arch.mbarrier_arrive(self.empty + index)
         return entry(*words)
+
+
+class PairQueue(TaskQueue):
+    """The queues of a pair of CTAs, filled by one warp of the first CTA.
+
+    Each CTA's readers see their own queue, with CTA scope. Between the CTAs stand the producer and, in
+    the second CTA, the relay warp: it hands entries that arrived to the readers, and free slots back.
+
+    Args:
+        arrived: mbarrier [DEPTH] in the second CTA: one arrival, the producer's: its slot is written.
+        freed: mbarrier [DEPTH] in the first CTA: one arrival, the relay's: the second CTA's slot is free.
+    """
+
+    def __init__(self, words, full, empty, arrived: cute.Pointer, freed: cute.Pointer):
+        super().__init__(words, full, empty)
+        self.arrived = arrived
+        self.freed = freed
+
+    def init(self, readers: int) -> None:
+        """Arrival counts (one thread)."""
+        super().init(readers)
+        for i in range(DEPTH):
+            cute.arch.mbarrier_init(self.arrived + i, 1)
+            cute.arch.mbarrier_init(self.freed + i, 1)
+
+    def wait_free(self, index: Int32, phase: Int32) -> None:
+        """Return once slot ``index`` is free in both CTAs (the producer's whole warp)."""
+        cute.arch.mbarrier_wait(self.empty + index, phase ^ 1)
+        ptx_sm100.cluster_wait((self.freed + index).toint(), phase ^ 1)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def put(self, entry: NamedTuple, index: Int32, phase: Int32):
+        """Publish an entry to both CTAs (the producer's whole warp) once its slots are free."""
+        self.wait_free(index, phase)
+        lane = cute.arch.lane_idx()
+        if lane == 0:
+            self.fill(entry, index)
+        if lane == 1:
+            slot = (self.words + index * WORDS).toint()
+            target = ptx_sm100.cluster_address(slot, Int32(1))
+            words = [*entry, *[Int32(0)] * (-len(entry) % 4)]
+            for i in cutlass.range_constexpr(0, len(words), 4):
+                ptx_sm100.cluster_store_16(target + 4 * i, *words[i : i + 4])
+            arrived = (self.arrived + index).toint()
+            ptx_sm100.cluster_arrive(ptx_sm100.cluster_address(arrived, Int32(1)))
+
+    @cute.jit
+    def relay(self, end: cutlass.Constexpr[int]):
+        """The second CTA's relay warp, until an entry of kind ``end``.
+
+        Entry i goes to the readers before slot i-1 goes back, so both slots can be in use.
+        """
+        index, phase = Int32(0), Int32(0)
+        last, last_phase = Int32(0), Int32(0)
+        first = Int32(1)
+        kind = Int32(end + 1)
+        while kind != end:
+            ptx_sm100.cluster_wait((self.arrived + index).toint(), phase)
+            kind = cute.arch.load(self.words + index * WORDS, Int32)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(self.full + index)
+            if first == 0:
+                cute.arch.mbarrier_wait(self.empty + last, last_phase)
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    freed = (self.freed + last).toint()
+                    ptx_sm100.cluster_arrive(ptx_sm100.cluster_address(freed, Int32(0)))
+            first = Int32(0)
+            last, last_phase = index, phase
+            index, phase = next_slot(index, phase)
 
 
 def next_slot(index: Int32, phase: Int32) -> tuple[Int32, Int32]:
