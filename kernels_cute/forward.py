@@ -27,6 +27,7 @@ class ForwardKernel(ForwardRoles):
         direct: gather rows in place (one rank, BF16); otherwise rows pass the ring.
         arch: "sm_90a", "sm_100a" or "sm_103a".
         save_context: also store gate and up, rounded to BF16, for backward.
+        recompute: only rebuild what save_context stores (activation checkpointing).
         tile_n: accumulator columns, 128 or 256: tile_n/2 columns of I, or tile_n columns of H.
         group_m: row blocks that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
@@ -42,6 +43,7 @@ class ForwardKernel(ForwardRoles):
         direct: bool,
         arch: str = "sm_90a",
         save_context: bool = False,
+        recompute: bool = False,
         tile_n: int = 256,
         group_m: int | None = None,
         stages: int | None = None,
@@ -49,7 +51,8 @@ class ForwardKernel(ForwardRoles):
         name: str = "mok_forward",
     ):
         super().__init__(arch, direct, tile_n, stages, scheduling)
-        self.save_context = save_context
+        self.save_context = save_context or recompute
+        self.recompute = recompute
         self.name = name
         self.tile = Tile(
             m=self.machine.tile_m,
@@ -188,6 +191,7 @@ class ForwardKernel(ForwardRoles):
             macrobatch=sizes.macrobatch,
             tile=self.tile,
             ops=DSL,
+            recompute=self.recompute,
         )
         if cutlass.const_expr(self.direct):
             self.compute_cta(ctx, prog, shared)

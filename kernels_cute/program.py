@@ -99,6 +99,8 @@ class Forward(Invariant):
         minibatch, macrobatch: rows; ``tile.m`` divides minibatch, minibatch divides macrobatch.
         tile: task sizes.
         ops: ``PY`` or the kernel's equivalent.
+        recompute: the program that rebuilds the saved context instead: dispatch and gate+up of
+            macrobatch 0, gate+up of the shared expert, no down, no combine.
     """
 
     def __init__(
@@ -112,9 +114,13 @@ class Forward(Invariant):
         macrobatch: Int,
         tile: Tile,
         ops: Any = PY,
+        recompute: bool = False,
     ):
         self.tile = tile
         self.ops = ops
+        self.recompute = recompute
+        if recompute:
+            rows, hidden = ops.minimum(rows, macrobatch), 0 * hidden  # no columns of H: no down
         self.blocks = rows // tile.m
         self.mb_blocks = minibatch // tile.m
         self.ring_mbs = macrobatch // minibatch
@@ -209,8 +215,8 @@ class Forward(Invariant):
 
     @property
     def items(self) -> Int:
-        """Comm items in all: every block is dispatched once and combined once."""
-        return 2 * self.blocks * self.items_per_block
+        """Comm items in all: every block is dispatched once and, unless recomputing, combined once."""
+        return (1 if self.recompute else 2) * self.blocks * self.items_per_block
 
     def item(self, index: Int) -> Item:
         """The comm item with number ``index`` < ``items``."""

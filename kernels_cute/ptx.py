@@ -224,6 +224,26 @@ def store_f32x2(address: Int64, lo: Float32, hi: Float32) -> None:
 # ---- waiting and failing ----
 
 
+def acquire_gpu(address: Int64) -> Int32:
+    """A word with acquire semantics in this GPU. Unlike ``cute.arch.load(sem="acquire")``, which the
+    compiler may drop when the value is unused, it stays: put it after a relaxed poll has succeeded.
+    """
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
+def acquire_sys(address: Int64) -> Int32:
+    """``acquire_gpu`` for signals from other GPUs."""
+    return cute.arch.inline_ptx(
+        "ld.acquire.sys.global.b32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
 def nanosleep(ns: int) -> None:
     """Suspend the thread for about ``ns`` nanoseconds."""
     cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(ns)])

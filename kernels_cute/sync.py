@@ -63,7 +63,8 @@ def wait_at_least(
             value = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
             if cute.arch.globaltimer() - start > watch.timeout_ns:
                 fail(watch, role, name, task, index, value, target)
-    cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    # Inline: a load whose value is unused would be dropped, and the acquire with it.
+    ptx.acquire_gpu(counter.toint())
 
 
 @cute.jit

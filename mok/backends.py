@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mok.config import Config, Shape, tile_rows
 from mok.errors import DeviceError, MissingDependencyError
+from mok.models import Machine
 from mok.reference import Case, forward_reference
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 KERNEL_ARCHS = ("sm_90a",)
 """Architectures with a forward kernel. A GPU of another one falls back to the reference."""
+
+EMULATED_SMS = 8
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ def _prepare_kernel(
         ep_size,
         full.shared_intermediate_size,
     )
-    config = config or Config.suggest(shape, backend.info or "h200")
+    config = config or Config.suggest(shape, backend.info or emulated_machine(backend.arch))
     device = backend.device
     group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
     workspace = functional.create_workspace(
@@ -182,7 +185,10 @@ def _prepare_kernel(
         device=device,
         max_tokens=max(shape.num_tokens, 1),
         hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
         topk=shape.topk,
+        shared_intermediate_size=shape.shared_intermediate_size,
     )
     # One entry per rank of this process; with one rank, plain tensors.
     placement = [shape.experts_on(r) for r in range(ep_size)]
@@ -213,20 +219,30 @@ def _prepare_kernel(
             each([r.up for r in routed]),
             each([r.down for r in routed]),
             swiglu_limit=case.swiglu_limit,
+            save_context=False,
         )
         return output if ep_size == 1 else torch.cat(list(output))
 
     return run
 
 
+def emulated_machine(arch: str | None) -> Machine:
+    """What the emulator stands for: few SMs, since each costs time."""
+    return Machine("emulator", EMULATED_SMS, arch or KERNEL_ARCHS[0], "ours")
+
+
 def _emulator(arch: str | None) -> contextlib.AbstractContextManager[Any]:
+    machine = emulated_machine(arch)
     try:
         from mok.tools.emulator import Emulator
+
+        return Emulator(machine.arch, num_sms=machine.num_sms)
     except ImportError as error:
         raise MissingDependencyError(
-            "--emulate needs mok.tools.emulator", str(error), "Install the repository as a whole"
+            "the emulator needs numba and the kernel language",
+            str(error),
+            "pip install 'mok-cutedsl[emulator]'",
         ) from error
-    return Emulator(arch)
 
 
 def measure_ms(run: Callable[[], Any], backend: Backend, repeats: int = 10) -> float:

@@ -68,8 +68,19 @@ class KernelSpec:
         if not re.fullmatch(r"[\w.]+:\w+", self.factory):
             raise CompileError('factory must read "package.module:Class"', repr(self.factory))
         object.__setattr__(self, "config", tuple(sorted(self.config)))
+        # Launches look kernels up by spec, so both hashing and `of` are worth keeping.
+        whole = (self.name, self.arch, self.factory, self.config)
+        object.__setattr__(self, "_hash", hash(whole))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Hashes of strings differ between processes: a copy in another one makes its own.
+        return KernelSpec, (self.name, self.arch, self.factory, self.config)
 
     @staticmethod
+    @functools.lru_cache(maxsize=4096, typed=True)
     def of(name: str, arch: str, factory: str, **config: Hashable) -> KernelSpec:
         """The same with the configuration as keyword arguments."""
         return KernelSpec(name, arch, factory, tuple(sorted(config.items())))

@@ -26,6 +26,8 @@ from mok.runtime.views import tensor_at
 if TYPE_CHECKING:
     import torch
 
+    from mok.runtime.barrier import Barrier
+
 ALIGNMENT = 256
 MAX_STRIDE = 1 << 40  # limit of a TMA descriptor's strides
 
@@ -37,14 +39,14 @@ class HeapOptions:
     Attributes:
         size: memory to allocate at once; more is allocated as needed.
         max_size: address space per rank, the limit of growth and the stride between ranks
-            (rounded up to the memory's granularity). Costs no memory.
+            (rounded up to the memory's granularity). Costs no memory. 0: 2^37, on the host 2^33.
         memory: "cuda", or "host" for the emulator and tests without a GPU.
         handle: how other processes get at the memory. "auto" takes "none" for virtual ranks,
             "posix_fd" where all ranks share a host, else "fabric".
     """
 
     size: int = 0
-    max_size: int = 1 << 37
+    max_size: int = 0
     memory: Literal["cuda", "host"] = "cuda"
     handle: Literal["auto", "fabric", "posix_fd", "none"] = "auto"
 
@@ -164,25 +166,34 @@ class Heap:
     wait for other processes only when memory grows. Close it when done (or use it in ``with``);
     ranks may close in any order. Tensors are invalid afterwards.
 
+    Args:
+        device: where this process' memory lies; by default the group's device, else the current.
+
     Attributes:
         base, stride: rank r's heap starts at base + r * stride (bytes).
         size: bytes of memory behind each rank's part now.
     """
 
-    def __init__(self, group: Group, options: HeapOptions | None = None) -> None:
+    def __init__(
+        self, group: Group, options: HeapOptions | None = None, device: Any = None
+    ) -> None:
         options = options or HeapOptions()
         self.group = group
         self.options = options
         agree(group.rendezvous, "the heap's options", dataclasses.asdict(options))
-        self.memory: Memory = _memory(group, options)
+        with together(group.rendezvous, "Opening the device's memory"):
+            self.memory: Memory = _memory(group.device if device is None else device, options)
         self.handle_kind = _handle_kind(group, options, self.memory)
         self.stride = _stride(options, self.memory.granularity)
         self.size = 0
         self.closed = False
         self._allocator = Allocator()
+        self._barrier: Barrier | None = None
         self._undo: list[Callable[[], None]] = []  # unmappings, newest last
         self._reserved = self.stride * group.size
-        self.base = self.memory.reserve(self._reserved)
+        agree(group.rendezvous, "the heap's layout", [self.handle_kind, self.stride])
+        with together(group.rendezvous, "Reserving address space"):
+            self.base = self.memory.reserve(self._reserved)
         try:
             if options.size:
                 self._grow(options.size)
@@ -338,6 +349,24 @@ class Heap:
         limit = self.group.timeout_s if timeout_s is None else timeout_s
         self.memory.wait_word(self._word(word, mine, index), value, self.stream(stream), limit)
 
+    def barrier(self, stream: Any = None, timeout_s: float | None = None) -> None:
+        """A barrier of all ranks' streams, see ``runtime.barrier.Barrier``. ``check`` raises if it
+        expired."""
+        self.check_open()
+        if self._barrier is None:
+            from mok.runtime.barrier import Barrier
+            from mok.runtime.watchdog import Records
+
+            records = Records(self.memory, self.group.size, self.group.local_ranks)
+            self._undo.append(records.close)
+            self._barrier = Barrier(self, records)
+        self._barrier(stream, timeout_s)
+
+    def check(self) -> None:
+        """Raise what this heap's barriers have noted: MokTimeoutError or GroupError."""
+        if self._barrier is not None:
+            self._barrier.records.check()
+
     def _word(self, word: SymmetricTensor, rank: int, index: int) -> int:
         self.check_open()
         if word.dtype.itemsize != 4 or not 0 <= index < math.prod(word.shape):
@@ -465,12 +494,12 @@ def _run_all(undo: list[Callable[[], None]]) -> None:
         undo.pop()()
 
 
-def _memory(group: Group, options: HeapOptions) -> Memory:
+def _memory(device: Any, options: HeapOptions) -> Memory:
     if options.memory == "host":
         return HostMemory()
     from mok.runtime.device import ordinal_of
 
-    return CudaMemory(ordinal_of(group.device))
+    return CudaMemory(ordinal_of(device))
 
 
 def _handle_kind(group: Group, options: HeapOptions, memory: Memory) -> str:
@@ -490,7 +519,8 @@ def _handle_kind(group: Group, options: HeapOptions, memory: Memory) -> str:
 
 
 def _stride(options: HeapOptions, granularity: int) -> int:
-    stride = _align(max(options.max_size, options.size, 1), granularity)
+    most = options.max_size or (1 << 37 if options.memory == "cuda" else 1 << 33)
+    stride = _align(max(most, options.size), granularity)
     if stride > MAX_STRIDE:
         raise CapacityError(
             "A rank's part of the heap is at most 2^40 bytes (a TMA stride)", options.max_size

@@ -54,6 +54,10 @@ class Memory(Protocol):
     def read(self, address: int, size: int) -> bytes:
         """Bytes as they are now, even while a kernel runs."""
 
+    def pin(self, size: int) -> int:
+        """Zeroed memory that kernels and host both read and write at one address."""
+
+    def unpin(self, address: int, size: int) -> None: ...
     def synchronize(self, stream: Any) -> None: ...
     def device_index(self) -> int | None:
         """CUDA ordinal; None on the host."""
@@ -210,6 +214,18 @@ class CudaMemory:
                 call("cuStreamSynchronize", stream)
                 pieces.append(ctypes.string_at(buffer, length))
         return b"".join(pieces)
+
+    def pin(self, size: int) -> int:
+        with device_context(self.ordinal):
+            # 3: portable and mapped; with unified addressing the device's address is the host's.
+            address = int(call("cuMemHostAlloc", size, 3))
+        ctypes.memset(address, 0, size)
+        return address
+
+    def unpin(self, address: int, size: int) -> None:
+        # After a trap the context refuses everything; the process' end frees the memory then.
+        with contextlib.suppress(DriverCallError), device_context(self.ordinal):
+            call("cuMemFreeHost", address)
 
     def synchronize(self, stream: Any) -> None:
         with device_context(self.ordinal):

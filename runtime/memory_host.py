@@ -143,6 +143,13 @@ class HostMemory:
     def read(self, address: int, size: int) -> bytes:
         return ctypes.string_at(address, size)
 
+    def pin(self, size: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        return self._mmap(0, size, _PROT_RW, flags, -1)
+
+    def unpin(self, address: int, size: int) -> None:
+        self._libc.munmap(address, size)
+
     def synchronize(self, stream: Any) -> None:
         pass
 

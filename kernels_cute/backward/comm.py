@@ -98,7 +98,14 @@ class CommRoles:
         ring_row = item.row % sizes.macrobatch
         offset = Int64(ring_row) * rows.row_bytes
         comm.pull_rows(
-            rows, item.row, count, buffers.dy_heap, sizes.topk, buffers.dy_ring + offset, warp, WARPS
+            rows,
+            item.row,
+            count,
+            buffers.dy_heap,
+            sizes.topk,
+            buffers.dy_ring + offset,
+            warp,
+            WARPS,
         )
         if prog.is_replayed(item.minibatch):
             comm.pull_rows(
@@ -134,5 +141,3 @@ class CommRoles:
                     route = cute.arch.load(rows.peer_token_idx + item.row + i, Int32)
                     target = buffers.dw_heap + Int64(peer) * rows.rank_stride
                     cute.arch.store(float_ptr(target) + route, total)
-
-

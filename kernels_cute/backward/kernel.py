@@ -65,9 +65,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         stages: A/B stages in shared memory.
     """
 
-    def __init__(
-        self, direct: bool, grad_mode: str = "bf16", group_m: int = 16, stages: int = 4
-    ):
+    def __init__(self, direct: bool, grad_mode: str = "bf16", group_m: int = 16, stages: int = 4):
         if grad_mode not in GRAD_MODES:
             raise ValueError(f"grad_mode must be one of {GRAD_MODES}, got {grad_mode!r}")
         self.direct = direct
@@ -214,15 +212,11 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             shared_dw_up=stage.tma_store(matrix(shared_dw_up, S, H)),
             shared_dw_down=stage.tma_store(matrix(shared_dw_down, H, S)),
         )
-        outputs = Outputs(
-            dw_gate, dw_up, dw_down, shared_dw_gate, shared_dw_up, shared_dw_down
-        )
+        outputs = Outputs(dw_gate, dw_up, dw_down, shared_dw_gate, shared_dw_up, shared_dw_down)
         schedule = Schedule(
             int_ptr(num_rows),
             int_ptr(block_expert),
-            comm.Rows(
-                int_ptr(peer_rank), int_ptr(peer_token_idx), rank_stride, Int64(hidden) * 2
-            ),
+            comm.Rows(int_ptr(peer_rank), int_ptr(peer_token_idx), rank_stride, Int64(hidden) * 2),
             int_ptr(tables),
             int_ptr(groups),
             int_ptr(counts),
@@ -284,9 +278,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.shared_storage)
-        bars = Bars(
-            storage.full.data_ptr(), storage.empty.data_ptr(), storage.written.data_ptr()
-        )
+        bars = Bars(storage.full.data_ptr(), storage.empty.data_ptr(), storage.written.data_ptr())
         queue = TaskQueue(
             storage.queue_words.data_ptr(),
             storage.queue_full.data_ptr(),
@@ -340,7 +332,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
     ):  # fmt: skip
         """Warp roles of a compute CTA."""
         if warp < 4:
-            cute.arch.setmaxregister_decrease(96)
+            cute.arch.setmaxregister_decrease(88)
             if warp == LOAD_WARP:
                 self.load_role(prog, queue, bars, smem, sources, schedule, sizes, buffers, watch)
             elif warp == STORE_WARP:

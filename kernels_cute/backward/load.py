@@ -36,16 +36,12 @@ class LoadRoles:
         """Draw tickets, publish tasks, wait for what they need, load their tiles."""
         main = self.mainloop
         base = int_ptr(buffers.counters)
-        counters = counter_layout(
-            sizes.max_minibatches, sizes.max_blocks, sizes.max_groups, 0
-        )
+        counters = counter_layout(sizes.max_minibatches, sizes.max_blocks, sizes.max_groups, 0)
         tables, stride = schedule.tables, sizes.table_stride
         count = prog.minibatches
         placed = cute.arch.load(schedule.counts + 1, Int32)
         tasks_end = cute.arch.load(tables + TASK_BASE * stride + count, Int32)
-        total = prog.total_tasks(
-            tasks_end, cute.arch.load(schedule.counts, Int32) - placed
-        )
+        total = prog.total_tasks(tasks_end, cute.arch.load(schedule.counts, Int32) - placed)
         zero = Int32(0)
         minibatch = Int32(0)  # of the last routed ticket: tickets only grow
         stage, phase = Int32(0), Int32(0)
@@ -62,9 +58,7 @@ class LoadRoles:
             following = draw(base + counters.ticket)
             if kind != END:
                 self.wait(prog, base, counters, schedule, sizes, entry, watch)
-                stage, phase = self.load_task(
-                    main, bars, smem, sources, sizes, entry, stage, phase
-                )
+                stage, phase = self.load_task(main, bars, smem, sources, sizes, entry, stage, phase)
             ticket = broadcast(following)
 
     @cute.jit
@@ -135,9 +129,7 @@ class LoadRoles:
             self.wait_on(base + counters.free, previous, target, "free", entry, watch)
         if previous >= 0:
             if kind == DDOWN:
-                self.wait_on(
-                    base + counters.replay, entry.block, prog.n_up, "replay", entry, watch
-                )
+                self.wait_on(base + counters.replay, entry.block, prog.n_up, "replay", entry, watch)
             if cutlass.const_expr(not self.direct):
                 if kind == DDOWN or kind == DX:
                     self.wait_on(
@@ -145,9 +137,7 @@ class LoadRoles:
                         "push", entry, watch,
                     )  # fmt: skip
         if kind == DX:
-            self.wait_on(
-                base + counters.ddown, entry.block, prog.n_ddown, "ddown", entry, watch
-            )
+            self.wait_on(base + counters.ddown, entry.block, prog.n_ddown, "ddown", entry, watch)
         elif kind == SHARED + DX:
             self.wait_on(
                 base + counters.shared, entry.block, prog.shared_n_ddown, "shared", entry, watch
@@ -158,9 +148,7 @@ class LoadRoles:
             )
             if entry.earlier != 0:
                 target = self.consumer_warps * prog.group_tasks
-                self.wait_on(
-                    base + counters.group, entry.group - 1, target, "group", entry, watch
-                )
+                self.wait_on(base + counters.group, entry.group - 1, target, "group", entry, watch)
         elif kind > SHARED + DX:
             self.wait_range(
                 base + counters.shared, Int32(0), prog.shared_blocks, prog.shared_n_ddown,
@@ -171,14 +159,10 @@ class LoadRoles:
 
     def wait_on(self, counters, index, target, name: str, entry, watch):
         """One counter; every lane polls it."""
-        sync.wait_at_least(
-            counters + index, target, watch, ROLE, NAME[name], entry.ticket, index
-        )
+        sync.wait_at_least(counters + index, target, watch, ROLE, NAME[name], entry.ticket, index)
 
     @cute.jit
-    def wait_range(
-        self, counters, first, end, target, name: cutlass.Constexpr[str], entry, watch
-    ):
+    def wait_range(self, counters, first, end, target, name: cutlass.Constexpr[str], entry, watch):
         """All counters of a range, one lane each."""
         for index in cutlass.range(first + cute.arch.lane_idx(), end, 32, unroll=1):
             sync.wait_at_least(
@@ -374,5 +358,3 @@ class LoadRoles:
                 stage, phase = main.pass_tile(bars, k_tiles, stage, phase)
             if kind == DDOWN or kind == SHARED + DDOWN:
                 stage, phase = main.pass_tile(bars, Int32(self.chunks), stage, phase)
-
-

@@ -48,26 +48,22 @@ class MmaRoles:
             routed = kind < SHARED
             step = kind % SHARED
             if kind == REPLAY:
-                stage, phase = main.mma_tile(
-                    "kk", bars, rA, rB, acc, entry.k_tiles, stage, phase
-                )
+                stage, phase = main.mma_tile("kk", bars, rA, rB, acc, entry.k_tiles, stage, phase)
                 chunk, chunk_phase = self.replay_epilogue(
                     acc, stores, sD_row, row, chunk, chunk_phase
                 )
             elif step == DDOWN:
                 thread_row = warp_row + lane // 4
+                # The load warp waits for a task's data; the first full stage passes that on.
+                cute.arch.mbarrier_wait(bars.full + stage, phase)
                 w0, w1 = self.row_weights(entry, thread_row, routed, schedule, sizes, buffers)
-                stage, phase = main.mma_tile(
-                    "km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase
-                )
+                stage, phase = main.mma_tile("km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase)
                 stage, phase = self.ddown_epilogue(
                     acc, entry, routed, thread_row, w0, w1, limit, bars, smem, row,
                     sizes, buffers, stage, phase,
                 )  # fmt: skip
             elif step == DX:
-                stage, phase = main.mma_tile(
-                    "km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase
-                )
+                stage, phase = main.mma_tile("km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase)
                 if routed and lane == 0:
                     sync.arrive(base + counters.free + entry.minibatch)
                 chunk, chunk_phase = self.plain_epilogue(
@@ -75,7 +71,7 @@ class MmaRoles:
                 )
             elif step >= WDOWN:
                 where = self.accumulator_address(prog, entry, sizes, buffers, warp, lane)
-                self.start_accumulator(acc, entry, where, prog)
+                self.start_accumulator(acc, entry, where, prog, bars, stage, phase)
                 stage, phase = main.mma_add_tile(
                     "mm", bars, rA_t, rB_t, acc, entry.k_tiles, stage, phase
                 )
@@ -141,7 +137,8 @@ class MmaRoles:
         sB_row = smem.sB.iterator.toint() + row * 128
         groups = select(routed, sizes.intermediate, sizes.shared_intermediate) // CHUNK_N
         partial_row = thread_row + self.tile.m * (
-            entry.block if cutlass.const_expr(self.direct)
+            entry.block
+            if cutlass.const_expr(self.direct)
             else select(routed, entry.ring_block, entry.block)
         )
         partials = buffers.shared_dw_partial
@@ -180,8 +177,10 @@ class MmaRoles:
             column = entry.n * self.chunks + c
             for half in cutlass.range_constexpr(2):
                 part = add_butterfly(parts[half], 4)
-                if lane % 4 == 0 and column < groups and self.inside(
-                    routed, partial_row + 8 * half, sizes
+                if (
+                    lane % 4 == 0
+                    and column < groups
+                    and self.inside(routed, partial_row + 8 * half, sizes)
                 ):
                     cute.arch.store(
                         float_ptr(partials)
@@ -214,9 +213,7 @@ class MmaRoles:
         """The accumulator, rounded to BF16."""
         for c in cutlass.range_constexpr(self.chunks):
             values = [acc[c * 32 + i] for i in range(32)]
-            chunk, chunk_phase = self.staging.put(
-                values, stores, sD_row, row, chunk, chunk_phase
-            )
+            chunk, chunk_phase = self.staging.put(values, stores, sD_row, row, chunk, chunk_phase)
         return chunk, chunk_phase
 
     # ---- weight gradients ----
@@ -232,8 +229,8 @@ class MmaRoles:
         tile += select(step == WDOWN, Int32(0), prog.wdown_tasks)
         tile += select(step == WUP, prog.wgate_tasks, Int32(0))
         values = self.tile.m * self.mainloop.tile_n
-        return buffers.accumulators + Int64(tile) * (4 * values) + Int64(
-            ((warp - 4) * 32 + lane) * 4
+        return (
+            buffers.accumulators + Int64(tile) * (4 * values) + Int64(((warp - 4) * 32 + lane) * 4)
         )
 
     def accumulator_buffer(self, prog, macrobatch):
@@ -242,10 +239,11 @@ class MmaRoles:
         return Int64(macrobatch % 2) * Int64(prog.group_tasks) * size
 
     @cute.jit
-    def start_accumulator(self, acc, entry, where, prog):
+    def start_accumulator(self, acc, entry, where, prog, bars, stage, phase):
         """Zero, or what the group before left: the order of additions does not see the boundary."""
         count = cute.size(acc)
         if entry.earlier != 0:
+            cute.arch.mbarrier_wait(bars.full + stage, phase)  # the load warp has waited for it
             source = where + self.accumulator_buffer(prog, entry.first // prog.ring_blocks - 1)
             for i in cutlass.range_constexpr(count):
                 acc[i] = ptx.load_f32(source + Int64(i * 1024))

@@ -187,5 +187,3 @@ def counter_layout(minibatches, blocks, groups, shared_blocks) -> Counters:
     for size in (minibatches,) * 4 + (blocks, blocks, groups, shared_blocks):
         at.append(at[-1] + size)
     return Counters(0, 32, *at)
-
-

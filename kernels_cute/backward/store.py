@@ -24,9 +24,7 @@ class StoreRoles:
             return tuple(staging.partition(tma, smem.sD) for tma in tmas)
 
         replayed = to(targets.replay_gate, targets.replay_up)
-        d_hidden = self.in_place(
-            smem, targets.d_gate, targets.d_up, targets.weighted
-        )
+        d_hidden = self.in_place(smem, targets.d_gate, targets.d_up, targets.weighted)
         shared_d_hidden = self.in_place(
             smem, targets.shared_d_gate, targets.shared_d_up, targets.shared_weighted
         )

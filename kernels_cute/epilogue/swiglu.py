@@ -53,7 +53,9 @@ def swiglu_backward(
     """
     g = gated(gate, up, limit)
     scaled = ptx.mul_rn(weight, d_hidden)
-    slope = ptx.fma_rn(g.silu, ptx.add_rn(Float32(1.0), ptx.mul_rn(g.sigmoid, Float32(-1.0))), g.sigmoid)
+    slope = ptx.fma_rn(
+        g.silu, ptx.add_rn(Float32(1.0), ptx.mul_rn(g.sigmoid, Float32(-1.0))), g.sigmoid
+    )
     d_gate = ptx.mul_rn(ptx.mul_rn(scaled, g.up), slope)
     d_up = ptx.mul_rn(scaled, g.silu)
     zero = Float32(0.0)

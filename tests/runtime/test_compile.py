@@ -52,6 +52,22 @@ def test_config_order_does_not_matter():
     assert one == KernelSpec.of("k", "sm_90a", "toy_kernels:Scale", a=2, b=1)
 
 
+def test_specs_are_found_again_in_another_process():
+    import pickle
+
+    code = (
+        "import pickle, sys; from mok.runtime.compile import KernelSpec; "
+        "spec = pickle.load(sys.stdin.buffer); "
+        "assert spec in {KernelSpec.of('k', 'sm_90a', 'm:C', a=1)}"
+    )
+    spec = KernelSpec.of("k", "sm_90a", "m:C", a=1)
+    assert KernelSpec.of("k", "sm_90a", "m:C", a=1) is spec
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(spec), check=True, env=environment
+    )
+
+
 class Colour(enum.Enum):
     RED = 1
 

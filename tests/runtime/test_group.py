@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 
-from mok.errors import GroupError
+from mok.errors import GroupError, MokTimeoutError
 from mok.runtime.group import Group
 from mok.runtime.heap import Heap, HeapOptions
 from mok.runtime.rendezvous import LocalRendezvous, agree, together
@@ -234,3 +234,26 @@ def _forbidden_none(group):
 
 def test_processes_need_handles(tmp_path):
     assert ranks.run_ok(_forbidden_none, 2, tmp_path) == [True, True]
+
+
+def _all_gather(group):
+    with Heap(group, HOST) as heap:
+        rows = heap.empty((group.size, 3), torch.float32)
+        for step in range(10):
+            mine = torch.full((3,), float(100 * step + group.rank))
+            for rank in range(group.size):
+                heap.put(rows.local[group.rank], mine, rank)
+            heap.barrier()  # all rows are here
+            assert rows.local[:, 2].tolist() == [100.0 * step + r for r in range(group.size)]
+            heap.barrier()  # all have read
+        heap.check()
+        if group.rank == 0:
+            heap.barrier(timeout_s=0.3)  # alone
+            with pytest.raises(MokTimeoutError, match="rank 1, rank 2 did not"):
+                heap.check()
+        group.barrier("done")
+    return True
+
+
+def test_heap_barriers_order_puts(tmp_path):
+    assert ranks.run_ok(_all_gather, 3, tmp_path) == [True] * 3

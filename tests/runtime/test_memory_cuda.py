@@ -168,7 +168,9 @@ def test_a_heap_on_the_driver(fake):
         heap.signal(word, 5, rank=2, index=3, stream=7)
         heap.wait(word, 5, rank=2, index=3, stream=7)
         assert heap.read(word, 2) == bytes(12) + b"\5\0\0\0"
-        assert heap.read(tensor, 1) == bytes(4 << 20)  # several pieces
+        heap.memory.fill(tensor.address(1) + (3 << 20), 9, 4, 0)
+        want = bytes(3 << 20) + b"\t" * 4 + bytes((1 << 20) - 4)
+        assert heap.read(tensor, 1) == want  # in several pieces
         assert fake.calls.count("cuMemCreate") == fake.calls.count("cuMemRelease") == 6
     assert fake.calls.count("cuMemUnmap") == fake.calls.count("cuMemMap")
     assert fake.calls.count("cuStreamCreate") == fake.calls.count("cuStreamDestroy")

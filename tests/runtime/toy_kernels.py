@@ -98,3 +98,22 @@ class Broken:
     @cute.jit
     def __call__(self, n: cutlass.Int32, stream: cuda.CUstream):
         self.no_such_method(n)
+
+
+class NoteAndTrap:
+    """Writes a wait's record, as a megakernel does, and traps."""
+
+    @cute.jit
+    def __call__(self, record_addr: cutlass.Int64, stream: cuda.CUstream):
+        self.kernel(record_addr).launch(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, record_addr: cutlass.Int64):
+        words = cute.make_ptr(
+            cutlass.Int32, record_addr, cutlass.AddressSpace.gmem, assumed_align=4
+        )
+        values = (1, 1, 1, 57, 1, 4321, 2, 3, 11, 16)
+        for i in cutlass.range_constexpr(len(values)):
+            cute.arch.store(words + i, cutlass.Int32(values[i]))
+        cute.arch.fence_acq_rel_sys()
+        cute.arch.inline_ptx("trap;")

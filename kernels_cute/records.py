@@ -1,0 +1,26 @@
+"""What kernels leave behind when something is wrong, as int32 words that the host reads.
+
+One block per rank, in pinned host memory, so that it outlives a trap and is read without any call to
+the driver. All zero: nothing happened. Plain Python, shared by kernels and host.
+"""
+
+WAIT = 0  # sync.RECORD_WORDS words: a wait inside a megakernel expired
+ROUTE = 16  # schedule.plan.RECORD_WORDS words: a bad id, or more rows than the workspace holds
+BARRIER = 24  # the words below, then one per rank
+BARRIER_STATE, BARRIER_EPOCH, BARRIER_POISONER = 0, 1, 2
+BARRIER_MISSING = 8  # [ranks]: 1 + (what rank r's word showed at expiry), 0 where it had come
+
+EXPIRED, POISONED = 1, 2
+"""BARRIER_STATE: this rank's own wait expired; another rank had given up before."""
+
+
+def record_words(ranks: int) -> int:
+    """Words of a block, rounded up to 64 bytes."""
+    return (BARRIER + BARRIER_MISSING + ranks + 15) // 16 * 16
+
+
+WAIT_FIELDS = (
+    "state", "kind", "rank", "sm", "role", "task", "counter", "index", "value", "awaited",
+)  # fmt: skip
+WAIT_ROLES = ("load", "comm")
+WAIT_COUNTERS = ("x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready")

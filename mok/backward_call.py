@@ -1,0 +1,344 @@
+"""The backward half of a call: buffers, launches and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok.call import Call, ForwardContext, LaunchFacts, check_tensor, num_sms
+from mok.errors import DtypeError, ShapeError
+
+GRAD_NAMES = (
+    "routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down",
+)  # fmt: skip
+
+
+@dataclass
+class WeightGrads:
+    """Where a rank's six weight gradients go (shared ones None without a shared expert)."""
+
+    routed: tuple[Tensor, Tensor, Tensor]
+    shared: tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass
+class Scratch:
+    """Buffers of one backward launch, BF16 unless said.
+
+    replay_gate, replay_up, d_gate, d_up, weighted [ring, I]; dx [dx rows, H]; dw_partial FP32
+    [dx rows, I/64]; accumulators FP32 [2, group tasks * tile]; in a ring also replay_x, dy_ring
+    [ring, H] and row_weight FP32 [ring].
+    """
+
+    replay_gate: Tensor
+    replay_up: Tensor
+    d_gate: Tensor
+    d_up: Tensor
+    weighted: Tensor
+    dx: Tensor
+    dw_partial: Tensor
+    accumulators: Tensor
+    replay_x: Tensor | None
+    dy_ring: Tensor | None
+    row_weight: Tensor | None
+
+
+class BackwardCall(Call):
+    """The checked arguments of a backward call, and its launches."""
+
+    def attach(
+        self, context: ForwardContext, grad_output: Sequence[Tensor], grads: Sequence[Any] | None,
+        grad_dtype: torch.dtype, accumulate: bool,
+    ) -> None:  # fmt: skip
+        """Check what only backward has. ``grads``: given buffers per local rank, or None."""
+        self.context = context
+        self.dy = list(grad_output)
+        if len(context.gate_routed) != self.count:
+            raise ShapeError(
+                "the context must come from a forward call of the same ranks with save_context",
+                f"{len(context.gate_routed)} of {self.count} ranks",
+            )
+        for i in range(self.count):
+            size = (self.tokens(i), self.shape.hidden_size)
+            check_tensor(self.workspace, "grad_output", self.dy[i], size, (torch.bfloat16,))
+        if grad_dtype not in (torch.bfloat16, torch.float32):
+            raise DtypeError("weight gradients are bfloat16 or float32", str(grad_dtype))
+        if accumulate and grads is None:
+            raise ShapeError("accumulate needs the buffers to add to", "grads is None")
+        mode = "bf16" if grad_dtype == torch.bfloat16 else "fp32"
+        self.grad_mode = mode + ("_add" if accumulate else "")
+        self.grads = [
+            self._weight_grads(i, grads[i] if grads is not None else None, grad_dtype)
+            for i in range(self.count)
+        ]
+
+    def _weight_grads(self, i: int, given: Any, dtype: torch.dtype) -> WeightGrads:
+        weights = [*(r[i] for r in self.routed), *(self.shared or (None, None, None))]
+        found: list[Tensor | None] = []
+        for k, weight in enumerate(weights):
+            buffer = given[k] if given is not None else None
+            if weight is None:
+                found.append(None)
+            elif buffer is None:
+                found.append(self._new(*weight.shape, dtype=dtype))
+            else:
+                check_tensor(
+                    self.workspace,
+                    f"grad of {GRAD_NAMES[k]}",
+                    buffer,
+                    tuple(weight.shape),
+                    (dtype,),
+                )
+                found.append(buffer)
+        gate, up, down = found[:3]
+        assert gate is not None and up is not None and down is not None
+        return WeightGrads((gate, up, down), (found[3], found[4], found[5]))
+
+    def stage(self) -> None:
+        """Copy x, dy and the router weights into the symmetric heap where rows pass the ring."""
+        if self.direct:
+            return
+        self.stage_x()
+        heap = self.workspace.backward
+        for i, rank in enumerate(self.local_ranks):
+            for symmetric, value in ((heap.dy, self.dy[i]), (heap.weights, self.weights[i])):
+                target = symmetric.peer(rank)[: self.tokens(i)]
+                if target.data_ptr() != value.data_ptr():
+                    target.copy_(value, non_blocking=True)
+
+    def scratch(self) -> Scratch:
+        """The launch's buffers: one set for all virtual ranks, which run one after another."""
+        from mok.kernels_cute.backward.program import Backward
+        from mok.kernels_cute.program import Tile
+
+        ring, rows = self.ring, self.sizes.y_rows
+        H, I = self.shape.hidden_size, self.shape.intermediate_size
+        tile = Tile(m=self.sizes.tile)
+        program = Backward(
+            0, 0, H, I, 0, self.shape.max_local_experts, self.config.minibatch_size, ring, tile
+        )
+        floats = 2 * program.group_tasks * tile.m * tile.down_n
+        f32 = torch.float32
+        in_ring = not self.direct
+        return Scratch(
+            replay_gate=self._new(ring, I),
+            replay_up=self._new(ring, I),
+            d_gate=self._new(ring, I),
+            d_up=self._new(ring, I),
+            weighted=self._new(ring, I),
+            dx=self._new(rows, H),
+            dw_partial=self._new(rows, I // 64, dtype=f32),
+            accumulators=self._new(floats, dtype=f32),
+            replay_x=self._new(ring, H) if in_ring else None,
+            dy_ring=self._new(ring, H) if in_ring else None,
+            row_weight=self._new(ring, dtype=f32) if in_ring else None,
+        )
+
+    def plan(self, i: int) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """Launch the plan kernel: (tables, groups, counts, table stride, most groups)."""
+        from mok import kernels
+        from mok.kernels_cute.backward.program import GROUP_WORDS, TABLES
+        from mok.runtime.compile import get_kernel
+        from mok.runtime.launch import launch
+
+        b, rank = self.schedule.ranks[i], self.local_ranks[i]
+        experts = len(self.shape.experts_on(rank))
+        stride = self.sizes.max_minibatches + 1
+        macrobatches = -(-self.sizes.max_minibatches * self.config.minibatch_size // self.ring)
+        most = experts + macrobatches
+        ints = torch.int32
+        tables = self._new(TABLES, stride, dtype=ints)
+        groups, counts = self._new(most, GROUP_WORDS, dtype=ints), self._new(2, dtype=ints)
+        launch(
+            get_kernel(kernels.plan_spec(self.workspace.arch)),
+            b.num_rows.data_ptr(),
+            b.expert_offset.data_ptr(),
+            b.block_expert.data_ptr(),
+            tables.data_ptr(),
+            groups.data_ptr(),
+            counts.data_ptr(),
+            stride,
+            self.tokens(i),
+            self.shape.hidden_size,
+            self.shape.intermediate_size,
+            self.shape.shared_intermediate_size or 0,
+            experts,
+            self.config.minibatch_size,
+            self.ring,
+            self.stream,
+        )
+        return tables, groups, counts, stride, most
+
+    def run_backward(self, i: int, s: Scratch) -> dict[str, Tensor | None]:
+        """Launch the backward megakernel of local rank ``i``; returns what the sums need."""
+        from mok import kernels
+        from mok.kernels_cute.backward.operands import counter_layout
+        from mok.runtime.compile import get_kernel
+        from mok.runtime.launch import launch
+
+        w, rank, ctx = self.workspace, self.local_ranks[i], self.context
+        T, H, I = self.tokens(i), self.shape.hidden_size, self.shape.intermediate_size
+        Is = self.shape.shared_intermediate_size or 0
+        b = self.schedule.ranks[i]
+        tables, groups, counts, stride, most = self.plan(i)
+        shared_grads = [self._new(T, Is) if Is else None for _ in range(3)]
+        shared_partial = self._new(T, Is // 64, dtype=torch.float32) if Is else None
+        shared_dx = self._new(T, H) if Is else None
+        layout = counter_layout(
+            self.sizes.max_minibatches, self.sizes.max_blocks, most, -(-T // self.sizes.tile)
+        )
+        words = torch.zeros(layout.size, dtype=torch.int32, device=w.device)
+        grid, comm = self.launch_shape(self.config.bwd_num_comm_sms)
+        w.last_launch = LaunchFacts("backward", grid, comm, self.config.minibatch_size, self.ring)
+        heap = None if self.direct else w.backward
+        grads, at = self.grads[i], self._address
+        shared = self.shared or (None, None, None)
+        arguments: dict[str, Any] = {
+            "x": at(self.x[i]),
+            "dy": at(self.dy[i]),
+            "router_weights": at(self.weights[i]),
+            "shared_scale": self.shared_scale[i].data_ptr() if self.shared_scale else 0,
+            **{
+                f"routed_{n}": at(r[i])
+                for n, r in zip(("gate", "up", "down"), self.routed, strict=True)
+            },
+            **{f"shared_{n}": at(t) for n, t in zip(("gate", "up", "down"), shared, strict=True)},
+            "peer_rank": at(b.peer_rank),
+            "peer_token_idx": at(b.peer_token_idx),
+            "block_expert": at(b.block_expert),
+            "num_rows": at(b.num_rows),
+            "tables": at(tables),
+            "groups": at(groups),
+            "counts": at(counts),
+            "saved_x": at(ctx.x_routed[i]),
+            "saved_gate": at(ctx.gate_routed[i]),
+            "saved_up": at(ctx.up_routed[i]),
+            "saved_shared_gate": at(ctx.gate_shared[i]),
+            "saved_shared_up": at(ctx.up_shared[i]),
+            "replay_x": at(s.replay_x),
+            "replay_gate": at(s.replay_gate),
+            "replay_up": at(s.replay_up),
+            "dy_ring": at(s.dy_ring),
+            "row_weight": at(s.row_weight),
+            "d_gate": at(s.d_gate),
+            "d_up": at(s.d_up),
+            "weighted": at(s.weighted),
+            "dx": at(s.dx),
+            "dw_partial": at(s.dw_partial),
+            "shared_d_gate": at(shared_grads[0]),
+            "shared_d_up": at(shared_grads[1]),
+            "shared_weighted": at(shared_grads[2]),
+            "shared_dw_partial": at(shared_partial),
+            "shared_dx": at(shared_dx),
+            "accumulators": at(s.accumulators),
+            **{f"dw_{n}": at(t) for n, t in zip(("gate", "up", "down"), grads.routed, strict=True)},
+            **{
+                f"shared_dw_{n}": at(t)
+                for n, t in zip(("gate", "up", "down"), grads.shared, strict=True)
+            },
+            "x_heap": w.x.base_address if w.x is not None else 0,
+            "dy_heap": heap.dy.base_address if heap else 0,
+            "weight_heap": heap.weights.base_address if heap else 0,
+            "dx_heap": w.slots.base_address if w.slots is not None else 0,
+            "dw_heap": heap.d_weights.base_address if heap else 0,
+            "rank_stride": w.heap.stride,
+            "counters": words.data_ptr(),
+            "record": w.records.wait_address(rank),
+            "timeout_ns": int(self.config.timeout_s * 1e9),
+            "tokens": T,
+            "hidden": H,
+            "intermediate": I,
+            "shared_intermediate": Is,
+            "experts": len(self.shape.experts_on(rank)),
+            "topk": self.shape.topk,
+            "minibatch": self.config.minibatch_size,
+            "macrobatch": self.ring,
+            "dx_rows": self.sizes.y_rows,
+            "max_minibatches": self.sizes.max_minibatches,
+            "max_blocks": self.sizes.max_blocks,
+            "max_groups": most,
+            "table_stride": stride,
+            "num_comm_ctas": comm,
+            "grid": grid,
+            "rank": rank,
+            "swiglu_limit": self.limit,
+        }
+        launch(
+            get_kernel(kernels.backward_spec(w.arch, self.direct, self.grad_mode)),
+            *arguments.values(),
+            self.stream,
+        )
+        return {"shared_dx": shared_dx, "shared_partial": shared_partial}
+
+    def sum_backward(
+        self, i: int, s: Scratch, parts: dict[str, Tensor | None]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(d_x, router-weight gradients, gradient of the shared scale or None) of local rank ``i``."""
+        w, rank = self.workspace, self.local_ranks[i]
+        if self.direct:
+            rows = s.dx.data_ptr()
+        else:
+            assert w.slots is not None
+            rows = w.slots.address(rank)
+        d_x = self._token_sum(i, rows, None, parts["shared_dx"], None)
+        d_scale = None
+        if self.shared_scale is not None:
+            partial = parts["shared_partial"]
+            assert partial is not None
+            d_scale = self._sum_groups(i, partial)
+        return d_x, self._router_grad(i, s), d_scale
+
+    def _router_grad(self, i: int, s: Scratch) -> Tensor:
+        """d_w FP32 [T, K]: of a dropped route exactly 0."""
+        rank, ids = self.local_ranks[i], self.schedule.top_experts[i]
+        if self.direct:
+            index = self.schedule.ranks[i].route_row
+            assert index is not None
+            return self._launch_router_grad(
+                s.dw_partial.data_ptr(),
+                index,
+                self.shape.topk,
+                self.shape.intermediate_size // 64,
+                True,
+            )
+        return self._launch_router_grad(
+            self.workspace.backward.d_weights.address(rank), ids, self.shape.topk, 1, False
+        )
+
+    def _sum_groups(self, i: int, partial: Tensor) -> Tensor:
+        rows = torch.arange(self.tokens(i), dtype=torch.int32, device=self.workspace.device)
+        groups = (self.shape.shared_intermediate_size or 0) // 64
+        return self._launch_router_grad(partial.data_ptr(), rows[:, None], 1, groups, True)[:, 0]
+
+    def _launch_router_grad(
+        self, source: int, index: Tensor, topk: int, groups: int, has_index: bool
+    ) -> Tensor:
+        from mok import kernels
+        from mok.kernels_cute.router_grad import router_grad_ctas
+        from mok.runtime.compile import get_kernel
+        from mok.runtime.launch import launch
+
+        tokens = index.numel() // topk
+        # route_row is sized for the most tokens; the call's come first.
+        tokens = min(tokens, self.tokens(0)) if has_index and topk > 1 else tokens
+        out = self._new(tokens, topk, dtype=torch.float32)
+        if out.numel() == 0:
+            return out
+        bits = 64 if index.dtype == torch.int64 else 32
+        launch(
+            get_kernel(kernels.router_grad_spec(self.workspace.arch, has_index, bits)),
+            out.data_ptr(),
+            source,
+            index.data_ptr(),
+            tokens,
+            topk,
+            groups,
+            self.shape.num_experts,
+            router_grad_ctas(tokens * topk, num_sms(self.workspace)),
+            self.stream,
+        )
+        return out

@@ -1,0 +1,408 @@
+"""The buffers of a layer: symmetric memory, rings, counters, schedules, error words.
+
+Made once for the most tokens a call may have, and used by one call after another on one stream;
+all layers with equal sizes can share it. Virtual ranks run one after another, so they share the
+local scratch; symmetric memory and schedules are one per rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mok.config import Config, Shape
+from mok.errors import CapacityError, GroupError, ResourceError
+from mok.kernels_cute.program import Forward
+from mok.runtime.barrier import Barrier
+from mok.runtime.group import Group
+from mok.runtime.heap import Heap, HeapOptions, SymmetricTensor
+from mok.runtime.plan import Buffer, WorkspacePlan, plan_workspace
+from mok.runtime.rendezvous import agree, together
+from mok.runtime.watchdog import Records
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class ScheduleBuffers:
+    """One rank's schedule, int32, sized for the worst routing; see ``ScheduleKernel``.
+
+    peer_rank, peer_token_idx [capacity]; num_rows [1]; tokens_per_expert [El]; expert_offset
+    [El + 1]; block_expert [capacity / tile]; route_row [max_tokens * K] (EP = 1 only).
+    """
+
+    rank: int
+    peer_rank: torch.Tensor
+    peer_token_idx: torch.Tensor
+    num_rows: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    expert_offset: torch.Tensor
+    block_expert: torch.Tensor
+    route_row: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BackwardBuffers:
+    """Symmetric memory that only backward needs: dy BF16 [max_tokens, H]; weights FP32 [max_tokens, K];
+    d_weights FP32 [max_tokens * K]. The slots of d_x are forward's."""
+
+    dy: SymmetricTensor
+    weights: SymmetricTensor
+    d_weights: SymmetricTensor
+
+
+@dataclass(frozen=True)
+class MinibatchState:
+    """Where a minibatch stands: arrivals at its counters, as (now, needed); needed is None unless
+    the program is known."""
+
+    minibatch: int
+    slot: int
+    x_ready: tuple[int, int | None]
+    y_ready: tuple[int, int | None]
+    y_free: tuple[int, int | None]
+
+
+class Ring:
+    """The ring's state, readable from the host while a kernel runs or hangs."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+
+    @property
+    def slots(self) -> int:
+        """Minibatches that the ring holds at once."""
+        return self._workspace.sizes.ring // self._workspace.config.minibatch_size
+
+    def state(self, program: Forward | None = None) -> list[MinibatchState]:
+        """Every minibatch that a counter has moved for, or all of a given program."""
+        counters = self._workspace.counters()
+        count = self._workspace.sizes.max_minibatches
+        states = []
+        for s in range(program.minibatches if program is not None else count):
+            now = [counters[name][s] for name in ("x_ready", "y_ready", "y_free")]
+            if program is None and not any(now):
+                continue
+            needed: list[int | None] = [None] * 3
+            if program is not None:
+                needed = [
+                    program.x_ready_target(s),
+                    program.y_ready_target(s),
+                    program.y_free_target(s),
+                ]
+            pairs = list(zip(now, needed, strict=True))
+            states.append(MinibatchState(s, s % self.slots, pairs[0], pairs[1], pairs[2]))
+        return states
+
+
+class Workspace:
+    """Everything that calls of one shape need beyond their arguments.
+
+    Collective to make: all ranks of the group pass the same sizes. ``close`` is not collective.
+
+    Args:
+        group: the ranks; ``shape.ep_size`` must be its size.
+        shape: sizes of the layer; ``num_tokens`` is not used.
+        config: the tunables.
+        max_tokens: the most tokens of any rank in any call.
+        device: torch device; by default the group's, else the current one.
+        arch: what kernels are compiled for; by default the device's.
+        memory: "cuda", or "host" for the emulator.
+
+    Attributes, beyond the arguments (all contiguous; None where the plan has no such buffer):
+        sizes: the plan, with ``capacity``, ``y_rows`` and the counters' layout.
+        heap: symmetric memory; ``heap.stride`` is the kernels' rank_stride.
+        ids, num_tokens, x, slots: SymmetricTensor; ``.base_address`` is rank 0's, as kernels want.
+        x_ring, hidden, y, shared_hidden, shared_y, counter_words, counts, totals, local_ids,
+            rank_starts: torch tensors.
+        schedules: {rank: ScheduleBuffers} of this process' ranks.
+        records: error words; ``records.wait_address(rank)`` and so on go to kernels.
+        barrier: the group's device barrier; ``barrier.poison_address(rank)`` goes to kernels.
+        ring: ``ring.state()`` on the host.
+
+    Raises:
+        GroupError: sizes differ between ranks, or from the group's.
+        CapacityError: not enough memory, or sizes beyond a limit; nothing stays allocated.
+    """
+
+    ids: SymmetricTensor
+    num_tokens: SymmetricTensor
+    x: SymmetricTensor | None
+    slots: SymmetricTensor | None
+    x_ring: torch.Tensor | None
+    hidden: torch.Tensor
+    y: torch.Tensor
+    shared_hidden: torch.Tensor | None
+    shared_y: torch.Tensor | None
+    counts: torch.Tensor
+    totals: torch.Tensor
+    local_ids: torch.Tensor
+    rank_starts: torch.Tensor
+
+    def __init__(
+        self,
+        group: Group,
+        shape: Shape,
+        config: Config,
+        max_tokens: int,
+        device: Any = None,
+        arch: str | None = None,
+        memory: Literal["cuda", "host"] = "cuda",
+    ) -> None:
+        if shape.ep_size != group.size:
+            raise GroupError(
+                "ep_size must be the group's size", f"{shape.ep_size}, group of {group.size}"
+            )
+        self.group = group
+        self.shape = shape
+        self.config = config
+        self.max_tokens = max_tokens
+        self.device = _device(device if device is not None else group.device, memory)
+        self.arch = arch or _arch(self.device)
+        self.closed = False
+        self.call = 0
+        self._backward: BackwardBuffers | None = None
+        self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
+        self.ring = Ring(self)
+        self.sizes = plan_workspace(shape, config, max_tokens, self.arch)
+        sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.topk]
+        sizes += [shape.shared_intermediate_size or 0, max_tokens]
+        agree(
+            group.rendezvous,
+            "the workspace's sizes (H, I, E, K, shared I, max_tokens, minibatch, macrobatch, arch)",
+            [*sizes, config.minibatch_size, config.macrobatch_size, self.arch],
+        )
+        with contextlib.ExitStack() as undo:
+            self._allocate(memory, undo)
+            self._close = undo.pop_all()
+
+    def _allocate(self, memory: Literal["cuda", "host"], undo: contextlib.ExitStack) -> None:
+        group, plan = self.group, self.sizes
+        # One chunk for everything symmetric; each buffer may lose 255 bytes to alignment.
+        size = plan.bytes_of("symmetric") + 256 * (len(plan.buffers) + group.size)
+        options = HeapOptions(size=size, memory=memory)
+        self.heap = undo.enter_context(Heap(group, options, self.device))
+        self.records = Records(self.heap.memory, group.size, group.local_ranks)
+        undo.callback(self.records.close)
+        self.barrier = Barrier(self.heap, self.records, self.arch, self.config.timeout_s)
+        for name in ("x", "slots", "x_ring", "shared_hidden", "shared_y"):
+            setattr(self, name, None)
+        with together(group.rendezvous, "Making the workspace"):
+            self._fill_in()
+
+    def _fill_in(self) -> None:
+        import torch
+
+        try:
+            for buffer in self.sizes:
+                if buffer.place == "symmetric":
+                    tensor = self.heap.empty(buffer.shape, getattr(torch, buffer.dtype))
+                    setattr(self, buffer.name, tensor)
+                elif buffer.place == "local":
+                    setattr(self, buffer.name, self._empty(buffer))
+            self.schedules = {rank: self.new_schedule(rank) for rank in self.group.local_ranks}
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                "The workspace must fit the GPU's free memory",
+                f"{self.sizes.nbytes / 2**20:.0f} MiB: {str(error).splitlines()[0]}",
+                "Lower max_tokens or macrobatch_size.",
+            ) from error
+        self.counter_words.zero_()
+        self.counters()  # makes the reader's stream and buffer now, not while a kernel hangs
+
+    counter_words: torch.Tensor
+    schedules: dict[int, ScheduleBuffers]
+
+    def _empty(self, buffer: Buffer) -> torch.Tensor:
+        import torch
+
+        # At least one element, so that every address is valid.
+        shape: Sequence[int] = buffer.shape if 0 not in buffer.shape else (1,)
+        return torch.empty(tuple(shape), dtype=getattr(torch, buffer.dtype), device=self.device)
+
+    def new_schedule(self, rank: int) -> ScheduleBuffers:
+        """Buffers for a schedule that must outlive the next call, as training needs."""
+        self.check_open()
+        buffers = {b.name: self._empty(b) for b in self.sizes if b.place == "schedule"}
+        return ScheduleBuffers(rank=rank, **buffers)
+
+    @property
+    def backward(self) -> BackwardBuffers:
+        """What backward needs beyond forward; made at its first use (collective)."""
+        import torch
+
+        self.check_open()
+        if self._backward is None:
+            tokens, topk = self.max_tokens, self.shape.topk
+            self._backward = BackwardBuffers(
+                self.heap.empty((tokens, self.shape.hidden_size), torch.bfloat16),
+                self.heap.empty((tokens, topk), torch.float32),
+                self.heap.empty((tokens * topk,), torch.float32),
+            )
+        return self._backward
+
+    # -------------------------------------------------------------- calls
+
+    def next_call(self) -> int:
+        """Start a schedule exchange: which half (0 or 1) of ``ids`` and ``num_tokens`` it uses.
+
+        Halves take turns: a rank stages the ids of the next call only after the barrier of this
+        one, so a peer can at most be reading the other half.
+        """
+        half, self.call = self.call % 2, self.call + 1
+        return half
+
+    def ids_address(self, half: int, rank: int = 0) -> int:
+        """Address of a rank's int32 ids [max_tokens, K] of a half."""
+        return self.ids.address(rank) + half * self.max_tokens * self.shape.topk * 4
+
+    def num_tokens_address(self, half: int, rank: int = 0) -> int:
+        """Address of a rank's int32 token count of a half."""
+        return self.num_tokens.address(rank) + half * 128
+
+    @property
+    def timeout_ns(self) -> int:
+        """The time limit of every wait, as kernels want it."""
+        return int(self.config.timeout_s * 1e9)
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Refuse a call with more tokens than this workspace was made for."""
+        if not 0 <= num_tokens <= self.max_tokens:
+            raise CapacityError(
+                f"A call has at most max_tokens = {self.max_tokens} tokens",
+                num_tokens,
+                "Make the workspace with a larger max_tokens.",
+            )
+
+    def check(self) -> None:
+        """Raise what kernels have noted so far: expired waits, bad ids. Costs no driver call."""
+        self.records.check(self.shape.num_experts)
+
+    # -------------------------------------------------------------- looking in
+
+    def plan(self) -> WorkspacePlan:
+        """Every buffer with its size; print it."""
+        return self.sizes
+
+    def counters(self) -> dict[str, list[int]]:
+        """The counters by name, as they are now, even while a kernel runs or hangs."""
+        import struct
+
+        self.check_open()
+        layout = self.sizes.counters
+        data = self.heap.memory.read(self.counter_words.data_ptr(), 4 * layout.size)
+        words = struct.unpack(f"<{layout.size}i", data)
+        count, blocks = self.sizes.max_minibatches, self.sizes.max_blocks
+        lengths = {
+            "ticket": 1,
+            "comm_ticket": 1,
+            "x_ready": count,
+            "y_ready": count,
+            "y_free": count,
+            "hidden_ready": blocks,
+            "shared_hidden_ready": self.sizes.shared_blocks,
+        }
+        return {
+            name: list(words[getattr(layout, name) : getattr(layout, name) + length])
+            for name, length in lengths.items()
+        }
+
+    # -------------------------------------------------------------- closing
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ResourceError("The workspace must be open", "it was closed")
+
+    def close(self) -> None:
+        """Give all memory back. Work that uses it must have ended on this process' streams."""
+        if not self.closed:
+            self.closed = True
+            for buffer in self.sizes:
+                if buffer.place == "local":
+                    setattr(self, buffer.name, None)
+            self.schedules = {}
+            self._close.close()
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _device(device: Any, memory: str) -> torch.device:
+    import torch
+
+    if memory == "host":
+        return torch.device("cpu")
+    from mok.runtime.device import ordinal_of
+
+    return torch.device("cuda", ordinal_of(device))
+
+
+def _arch(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "sm_90a"
+    from mok.runtime.device import require_arch
+
+    arch = require_arch(device).arch
+    assert arch is not None
+    return arch
+
+
+# ---------------------------------------------------------------------- sharing
+
+_cache: dict[tuple[object, ...], Workspace] = {}
+
+
+def get_workspace(
+    group: Group,
+    shape: Shape,
+    config: Config,
+    max_tokens: int,
+    device: Any = None,
+    arch: str | None = None,
+    memory: Literal["cuda", "host"] = "cuda",
+) -> Workspace:
+    """A workspace for these sizes, made at the first call and shared by all later ones.
+
+    Collective when it has to be made. Calls that share a workspace must share a stream.
+    """
+    where = _device(device if device is not None else group.device, memory)
+    key = (
+        id(group),
+        where,
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_experts,
+        shape.topk,
+        shape.shared_intermediate_size,
+        config,
+        max_tokens,
+        arch,
+    )
+    found = _cache.get(key)
+    if found is None or found.closed or found.group is not group:
+        found = Workspace(group, shape, config, max_tokens, where, arch, memory)
+        _cache[key] = found
+    return found
+
+
+def clear_workspace_cache() -> None:
+    """Close all shared workspaces, once the work of all ranks that uses them has ended.
+
+    Collective in groups of several processes: each waits for the others.
+    """
+    while _cache:
+        _, workspace = _cache.popitem()
+        if workspace.closed:
+            continue
+        if workspace.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(workspace.device)
+        workspace.group.barrier("clear_workspace_cache")
+        workspace.close()
