@@ -1,8 +1,10 @@
 """The token sum: each token's expert results, weighted and added in a fixed order.
 
 ``out[t] = shared[t] + Σ_k weights[t, k] · y[slot(t, k)]`` in FP32, the shared expert's result first,
-then k ascending with one ``fma.rn.f32`` per term, rounded to BF16 once. The order is fixed by the
-code, so the result does not depend on anything but the token's own values.
+then k ascending with one ``fma.rn.f32`` per term, rounded to BF16 once. Backward adds gradients of x
+that carry their weights already: ``add.rn.f32``. A gated shared expert's result is multiplied by the
+token's gate first (``mul.rn.f32``). The order is fixed by the code, so the result does not depend on
+anything but the token's own values.
 """
 
 import cuda.bindings.driver as cuda
@@ -27,10 +29,12 @@ def token_sum_ctas(num_tokens: int, hidden_size: int, num_sms: int) -> int:
 
 
 class TokenSumKernel:
-    """Weighted sum of each token's routes.
+    """Sum of each token's routes.
 
     Config:
         has_shared: the sum starts from ``shared`` instead of zero.
+        has_shared_scale: from ``shared_scale[t] · shared[t]``.
+        has_weights: each term is multiplied by its router weight.
         has_index: ``slots`` is ``route_row`` int32 [T·K] and names the row of y that holds a route,
             or −1. Otherwise ``slots`` is the expert ids [T, K] and route (t, k) is row t·K + k.
         ids_bits: 32 or 64, the width of the ids; unused with ``has_index``.
@@ -38,10 +42,21 @@ class TokenSumKernel:
     A route whose row is −1, or whose id is outside [0, E), is skipped and its row never read.
     """
 
-    def __init__(self, has_shared: bool, has_index: bool, ids_bits: int = 32):
+    def __init__(
+        self,
+        has_shared: bool,
+        has_index: bool,
+        ids_bits: int = 32,
+        has_weights: bool = True,
+        has_shared_scale: bool = False,
+    ):
         if ids_bits not in (32, 64):
             raise ValueError(f"ids_bits is 32 or 64, not {ids_bits}")
+        if has_shared_scale and not has_shared:
+            raise ValueError("has_shared_scale needs has_shared")
         self.has_shared = has_shared
+        self.has_shared_scale = has_shared_scale
+        self.has_weights = has_weights
         self.has_index = has_index
         self.slot_type = Int64 if ids_bits == 64 and not has_index else Int32
 
@@ -52,6 +67,7 @@ class TokenSumKernel:
         y_addr: Int64,
         weights_addr: Int64,
         shared_addr: Int64,
+        shared_scale_addr: Int64,
         slots_addr: Int64,
         num_tokens: Int32,
         hidden_size: Int32,
@@ -60,7 +76,8 @@ class TokenSumKernel:
         num_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """out, shared: bf16 [T, H]; y: bf16 [rows, H]; weights: fp32 [T, K]; slots: see the class.
+        """out, shared: bf16 [T, H]; y: bf16 [rows, H]; weights: fp32 [T, K]; shared_scale: fp32 [T];
+        slots: see the class. What the config does without is not read: any address will do.
 
         Rows are contiguous. out, y and shared start at multiples of 16 bytes; H is a multiple of
         64; T·H < 2^34. T must be at least 1: the host skips the launch for an empty batch.
@@ -70,6 +87,7 @@ class TokenSumKernel:
             y_addr,
             weights_addr,
             shared_addr,
+            shared_scale_addr,
             slots_addr,
             num_tokens,
             hidden_size,
@@ -84,6 +102,7 @@ class TokenSumKernel:
         y_addr: Int64,
         weights_addr: Int64,
         shared_addr: Int64,
+        shared_scale_addr: Int64,
         slots_addr: Int64,
         num_tokens: Int32,
         hidden_size: Int32,
@@ -103,6 +122,9 @@ class TokenSumKernel:
                 acc[i] = Float32(0.0)
             if cutlass.const_expr(self.has_shared):
                 shared = ptx.load_16(shared_addr + Int64(token) * row_bytes + column)
+                shared_scale = Float32(1.0)
+                if cutlass.const_expr(self.has_shared_scale):
+                    shared_scale = ptx.load_f32(shared_scale_addr + Int64(token) * 4)
             first_route = Int32(token) * topk
             for first_k in cutlass.range(0, topk, ROUTES_IN_FLIGHT, unroll=1):
                 # All indices and weights, then all data, then all arithmetic: the loads of one
@@ -114,7 +136,10 @@ class TokenSumKernel:
                     exists = first_k + u < topk
                     slot_addr = slots_addr + route * (self.slot_type.width // 8)
                     slots.append(ptx.load_if(slot_addr, exists, self.slot_type(-1)))
-                    scales.append(ptx.load_if(weights_addr + route * 4, exists, Float32(0.0)))
+                    if cutlass.const_expr(self.has_weights):
+                        scales.append(ptx.load_if(weights_addr + route * 4, exists, Float32(0.0)))
+                    else:
+                        scales.append(Float32(1.0))
                 rows = [
                     self.row(slots[u], first_route + first_k + u, num_experts)
                     for u in range(ROUTES_IN_FLIGHT)
@@ -126,7 +151,7 @@ class TokenSumKernel:
                 if cutlass.const_expr(self.has_shared):
                     # Here and not before the loop, so that nothing waits for it alone.
                     if first_k == 0:
-                        self.unpack(acc, shared)
+                        self.start(acc, shared_scale, shared)
                 for u in cutlass.range_constexpr(ROUTES_IN_FLIGHT):
                     if rows[u] >= 0:
                         self.add(acc, scales[u], data[u])
@@ -137,11 +162,14 @@ class TokenSumKernel:
             vector += step
 
     @cute.jit
-    def unpack(self, acc: cute.Tensor, pairs):
-        """acc = the shared expert's values."""
+    def start(self, acc: cute.Tensor, scale: Float32, pairs):
+        """acc = the shared expert's values, times the token's gate if there is one."""
         for i in cutlass.range_constexpr(VECTOR // 2):
             acc[2 * i] = ptx.bf16_low(pairs[i])
             acc[2 * i + 1] = ptx.bf16_high(pairs[i])
+        if cutlass.const_expr(self.has_shared_scale):
+            for i in cutlass.range_constexpr(VECTOR):
+                acc[i] = ptx.mul_rn(scale, acc[i])
 
     @cute.jit
     def row(self, slot, route: Int32, num_experts: Int32):
@@ -156,7 +184,11 @@ class TokenSumKernel:
 
     @cute.jit
     def add(self, acc: cute.Tensor, scale: Float32, pairs):
-        """acc += scale · y, one ``fma.rn`` per element."""
+        """acc += scale · y, one ``fma.rn`` per element; without weights acc += y, one ``add.rn``."""
         for i in cutlass.range_constexpr(VECTOR // 2):
-            acc[2 * i] = ptx.fma_rn(scale, ptx.bf16_low(pairs[i]), acc[2 * i])
-            acc[2 * i + 1] = ptx.fma_rn(scale, ptx.bf16_high(pairs[i]), acc[2 * i + 1])
+            values = (ptx.bf16_low(pairs[i]), ptx.bf16_high(pairs[i]))
+            for half in cutlass.range_constexpr(2):
+                if cutlass.const_expr(self.has_weights):
+                    acc[2 * i + half] = ptx.fma_rn(scale, values[half], acc[2 * i + half])
+                else:
+                    acc[2 * i + half] = ptx.add_rn(acc[2 * i + half], values[half])

@@ -426,4 +426,4 @@ def stream_of(workspace: Workspace) -> int:
     """Handle of torch's current stream on the workspace's device; 0 in the emulator."""
     if workspace.device.type == "cpu":
         return 0
-    return int(torch.cuda.currentstream_of(workspace.device).cuda_stream)
+    return int(torch.cuda.current_stream(workspace.device).cuda_stream)

@@ -16,6 +16,8 @@ from mok.runtime.compile import Kernel, KernelSpec, get_kernel
 from mok.runtime.launch import launch
 
 KERNELS = {
+    "plan": "mok.kernels_cute.backward.plan_kernel:PlanKernel",
+    "router_grad": "mok.kernels_cute.router_grad:RouterGradKernel",
     "schedule": "mok.kernels_cute.schedule.build:ScheduleKernel",
     "stage_ids": "mok.kernels_cute.schedule.stage:StageIdsKernel",
     "token_sum": "mok.kernels_cute.token_sum:TokenSumKernel",
@@ -193,27 +195,38 @@ def assert_same_schedule(got: DeviceSchedule, want: RankSchedule, tile: int) -> 
 
 def run_token_sum(
     y: Tensor,
-    router_weights: Tensor,
+    router_weights: Tensor | None,
     *,
     num_experts: int,
+    topk: int | None = None,
     top_experts: Tensor | None = None,
     route_row: Tensor | None = None,
     y_shared: Tensor | None = None,
+    shared_scale: Tensor | None = None,
     arch: str | None = None,
     num_ctas: int | None = None,
 ) -> Tensor:
-    """out [T, H] from y [rows, H]; exactly one of ids [T, K] and route_row [T·K] is given."""
+    """out [T, H] from y [rows, H]; exactly one of ids [T, K] and route_row [T·K] is given.
+
+    Without router weights (backward), ``topk`` says what K is.
+    """
     from mok.kernels_cute.token_sum import token_sum_ctas
 
     slots = route_row if top_experts is None else top_experts
     assert slots is not None
-    device, (num_tokens, topk), hidden = y.device, router_weights.shape, y.shape[-1]
+    device, hidden = y.device, y.shape[-1]
+    if router_weights is not None:
+        topk = router_weights.shape[1]
+    assert topk is not None
+    num_tokens = slots.numel() // topk
     build = kernel(
         "token_sum",
         arch or arch_of(device),
         has_shared=y_shared is not None,
         has_index=route_row is not None,
         ids_bits=slots.element_size() * 8,
+        has_weights=router_weights is not None,
+        has_shared_scale=shared_scale is not None,
     )
     out = torch.full((num_tokens, hidden), torch.nan, dtype=torch.bfloat16, device=device)
     if num_tokens:
@@ -221,8 +234,9 @@ def run_token_sum(
             build,
             out.data_ptr(),
             y.data_ptr(),
-            router_weights.data_ptr(),
-            0 if y_shared is None else y_shared.data_ptr(),
+            address(router_weights),
+            address(y_shared),
+            address(shared_scale),
             slots.data_ptr(),
             num_tokens,
             hidden,
@@ -232,3 +246,8 @@ def run_token_sum(
             stream_of(device),
         )
     return out
+
+
+def address(tensor: Tensor | None) -> int:
+    """A tensor's address; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -16,7 +16,7 @@ Backward ascends: macrobatch 0 uses what forward saved, each later one is replay
 A *group* is one expert's rows in one macrobatch: an expert that crosses macrobatch boundaries has several
 groups, whose accumulator travels in FP32. A slot is free again when every group that overlaps its minibatch
 is done. Which groups follow which minibatch depends on the routing, so a small kernel
-(``schedule.plan``) writes the tables that ``Plan`` describes; ``make_plan`` is the same in Python.
+(``plan_kernel``) writes the tables that ``Plan`` describes; ``make_plan`` is the same in Python.
 """
 
 from typing import Any, NamedTuple
@@ -275,6 +275,16 @@ class Plan(NamedTuple):
 
     tables: list[list[int]]
     groups: list[tuple[int, int, int, int, int]]  # those of experts without rows last
+
+
+def plan_room(max_rows: int, experts: int, minibatch: int, macrobatch: int) -> tuple[int, int, int]:
+    """(minibatches, table entries, groups) that suffice for every routing of ``max_rows`` padded rows.
+
+    Each macrobatch boundary makes at most one more group than there are experts.
+    """
+    minibatches = -(-max_rows // minibatch)
+    boundaries = max(0, -(-max_rows // macrobatch) - 1)
+    return minibatches, minibatches + 1, experts + boundaries
 
 
 def make_plan(p: Backward, expert_blocks: list[int]) -> Plan:

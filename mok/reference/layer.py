@@ -43,14 +43,20 @@ def ffn(x: Tensor, experts: Experts, expert: int, limit: float | None) -> Tensor
 
 
 def token_sum(
-    slots: Tensor, router_weights: Tensor, top_experts: Tensor, y_shared: Tensor | None
+    slots: Tensor,
+    router_weights: Tensor | None,
+    top_experts: Tensor,
+    y_shared: Tensor | None,
+    shared_scale: Tensor | None = None,
 ) -> Tensor:
     """Σ_k w_k·y_k in FP32: shared first, k ascending, one fma per term, one rounding to BF16.
 
     Args:
         slots: BF16 [T·K, H], y of route token·K + k. Slots of dropped routes are not read.
-        router_weights: FP32 [T, K]; those of dropped routes are not read.
+        router_weights: FP32 [T, K]; those of dropped routes are not read. None: plain additions,
+            as backward's sum of the routes' gradients of x.
         y_shared: BF16 [T, H] or None.
+        shared_scale: FP32 [T]: the sum starts from scale·y_shared, rounded to FP32.
 
     Returns:
         BF16 [T, H].
@@ -60,9 +66,13 @@ def token_sum(
     total = torch.zeros_like(by_k[:, 0], dtype=torch.float32)
     if y_shared is not None:
         total = y_shared.float()
+        if shared_scale is not None:
+            total = shared_scale.unsqueeze(1) * total
     for k in range(topk):
         used = (top_experts[:, k] >= 0).unsqueeze(1)
-        added = fma32(router_weights[:, k : k + 1], by_k[:, k].float(), total)
+        y = by_k[:, k].float()
+        weight = None if router_weights is None else router_weights[:, k : k + 1]
+        added = total + y if weight is None else fma32(weight, y, total)
         total = torch.where(used, added, total)
     return total.bfloat16()
 

@@ -14,6 +14,12 @@ CONFIGS = [
     for shared in (False, True)
     for index, bits in ((True, 32), (False, 32), (False, 64))
 ]
+CONFIGS += [
+    {**config, "has_weights": weights, "has_shared_scale": scale}
+    for config in CONFIGS
+    for weights, scale in ((False, False), (True, True))
+    if (config["has_shared"] or not scale) and config["ids_bits"] == 32
+]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -28,9 +34,13 @@ def test_code(arch, config):
     wide = "ld.global.L1::no_allocate.v4.b32"
     # The shared row is loaded once; the compiler may keep a second copy for K = 0.
     assert count[wide] - ROUTES_IN_FLIGHT in ((1, 2) if config["has_shared"] else (0,))
-    assert count["fma.rn.f32"] == 8 * ROUTES_IN_FLIGHT
+    weighted = config.get("has_weights", True)
+    terms = {"fma.rn.f32": weighted, "add.rn.f32": not weighted}
+    for name, used in terms.items():
+        assert count[name] == (8 * ROUTES_IN_FLIGHT if used else 0)
+    assert count["mul.rn.f32"] == (8 if config.get("has_shared_scale") else 0)
     assert "st.global.b32" not in count and count["st.global.v4.b32"] >= 1
-    for contracted in ("add.f32", "add.rn.f32", "mul.f32", "mul.rn.f32", "fma.f32"):
+    for contracted in ("add.f32", "mul.f32", "fma.f32"):
         assert contracted not in count
     # The data loads of a group are issued together.
     lines = built.ptx.splitlines()
@@ -59,14 +69,20 @@ def make(num_tokens, hidden, topk, num_experts, seed=0, drop=0.2):
     return ids, weights, y, shared
 
 
-def check(shape, device, has_shared, **options):
+def check(shape, device, has_shared, weighted=True, scaled=False, **options):
     num_tokens, hidden, topk = shape
     ids, weights, y, shared = make(num_tokens, hidden, topk, 10)
     y_shared = shared if has_shared else None
-    want = token_sum(y, weights, ids, y_shared)
+    scale = torch.randn(num_tokens, generator=torch.Generator().manual_seed(2)) if scaled else None
+    want = token_sum(y, weights if weighted else None, ids, y_shared, scale)
     assert not want.isnan().any()
-    on = {"router_weights": weights.to(device), "num_experts": 10, **options}
-    on["y_shared"] = None if y_shared is None else y_shared.to(device)
+
+    def there(tensor):
+        return None if tensor is None else tensor.to(device)
+
+    on = {"num_experts": 10, "topk": topk, **options}
+    on["router_weights"] = there(weights if weighted else None)
+    on["y_shared"], on["shared_scale"] = there(y_shared), there(scale)
 
     by_slot = run_token_sum(y.to(device), top_experts=ids.to(device), **on)
     assert torch.equal(by_slot.cpu(), want)
@@ -91,6 +107,41 @@ SHAPES = [(1, 64, 1), (3, 64 * 5, 2), (7, 2048, 8), (255, 7168, 8), (33, 64 * 13
 def test_bits_equal_the_reference(shape, has_shared):
     check(shape, "cuda", has_shared)
     check(shape, "cuda", has_shared, num_ctas=2)  # several vectors per thread
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_of_gradients_and_gated_shared_experts(shape):
+    for has_shared in (False, True):
+        check(shape, "cuda", has_shared, weighted=False)
+    check(shape, "cuda", True, scaled=True)
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    with pytest.importorskip("mok.tools.emulator").Emulator("sm_90a", num_sms=2, seed=0) as found:
+        yield found
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("shape", [(1, 64, 1), (3, 64 * 5, 2), (5, 64 * 13, 9)], ids=str)
+def test_bits_in_the_emulator(emulator, shape):
+    for has_shared in (False, True):
+        check(shape, "cpu", has_shared)
+        check(shape, "cpu", has_shared, weighted=False, num_ctas=1)
+    check(shape, "cpu", True, scaled=True)
+    nan_weights_and_bad_ids("cpu")
+
+
+@pytest.mark.emulator
+def test_additions_are_in_order(emulator):
+    # 2^24 + 1 rounds to 2^24 in FP32, so a sum shows the order of its terms.
+    y = torch.tensor([1.0, 2.0**24, -(2.0**24)]).bfloat16().unsqueeze(1).repeat(1, 64)
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    for rows, want in ((y, 0.0), (y.flip(0), 1.0)):
+        got = run_token_sum(rows.contiguous(), None, topk=3, num_experts=1, top_experts=ids)
+        assert (got == want).all()
+        assert torch.equal(got, token_sum(rows, None, ids, None))
 
 
 @pytest.mark.gpu
