@@ -11,6 +11,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from . import comm, program, sync
 from .forward_roles import Buffers, Context, ForwardRoles, Schedule, Sizes, Sources, Targets
@@ -179,7 +180,7 @@ class ForwardKernel(ForwardRoles):
     ):
         self.setup()
         ctx = Context(sources, targets, schedule, sizes, buffers, watch, swiglu_limit)
-        storage = cutlass.utils.SmemAllocator().allocate(self.shared_storage)
+        storage = SmemAllocator().allocate(self.shared_storage)
         shared = self.enter(storage, ctx.counters.started)
         prog = program.Forward(
             rows=cute.arch.load(schedule.num_rows, Int32),

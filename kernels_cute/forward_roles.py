@@ -121,35 +121,35 @@ class ForwardRoles(MegaKernel):
     @cute.jit
     def wait_for(self, ctx, prog, entry):
         """Return once a task can run: what it reads is there, what it overwrites has been read."""
-        counters, watch, ticket = ctx.counters, ctx.watch, entry.ticket
+        counters, watch, ticket, role = ctx.counters, ctx.watch, entry.ticket, self.wait_role
         minibatch, block = entry.minibatch, entry.block
         previous = prog.previous(minibatch)  # of the minibatch's ring slot
         if entry.kind == UP:
             if cutlass.const_expr(not self.direct):
                 sync.wait_at_least(
                     counters.x_ready + minibatch, prog.x_ready_target(minibatch), watch,
-                    0, 0, ticket, minibatch,
+                    role, 0, ticket, minibatch,
                 )  # fmt: skip
             if previous < prog.minibatches:
                 sync.wait_at_least(
                     counters.y_ready + previous, prog.y_ready_target(previous), watch,
-                    0, 1, ticket, previous,
+                    role, 1, ticket, previous,
                 )  # fmt: skip
         elif entry.kind == DOWN:
             sync.wait_at_least(
                 counters.hidden_ready + block, prog.hidden_ready_target(), watch,
-                0, 3, ticket, block,
+                role, 3, ticket, block,
             )  # fmt: skip
             if cutlass.const_expr(not self.direct):
                 if previous < prog.minibatches:
                     sync.wait_at_least(
                         counters.y_free + previous, prog.y_free_target(previous), watch,
-                        0, 2, ticket, previous,
+                        role, 2, ticket, previous,
                     )  # fmt: skip
         elif entry.kind == SHARED_DOWN:
             sync.wait_at_least(
                 counters.shared_hidden_ready + block, prog.shared_hidden_ready_target(), watch,
-                0, 4, ticket, block,
+                role, 4, ticket, block,
             )  # fmt: skip
 
     @cute.jit

@@ -113,6 +113,7 @@ class MegaKernel:
             self.staging = RowStaging(self.mainloop.CTA_ROWS, self.mainloop.EPILOGUE_WARPS)
             # Load, store, epilogue and gather warps; in the first CTA also the MMA warp.
             self.readers = 2 + self.mainloop.EPILOGUE_WARPS + gather_warps
+        self.wait_role = sync.ROLES.index("load" if self.hopper else "scheduler")
         self.use_clc = self.scheduling == "clc"
         self.counts_starts = self.use_clc or not direct
 
