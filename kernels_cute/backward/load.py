@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .. import sync
-from ..gemm.sm90 import Operand
+from ..gemm.operands import Operand
 from ..queue import broadcast, draw, next_slot
 from ..sync import int_ptr, select
 from .operands import COUNTERS, GATHER_WARP, Entry, counter_layout
