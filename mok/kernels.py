@@ -13,20 +13,19 @@ FORWARD = "mok.kernels_cute.forward:ForwardKernel"
 def forward_spec(arch: str, direct: bool, save_context: bool = False) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring."""
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
-    return KernelSpec.of(name, arch, FORWARD, arch=arch, direct=direct, save_context=save_context)
+    return _forward(name, arch, direct=direct, save_context=save_context)
 
 
 def recompute_spec(arch: str, direct: bool) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
-    return KernelSpec.of(
-        f"recompute_{_path(direct)}",
-        arch,
-        FORWARD,
-        arch=arch,
-        direct=direct,
-        save_context=True,
-        recompute=True,
+    return _forward(
+        f"recompute_{_path(direct)}", arch, direct=direct, save_context=True, recompute=True
     )
+
+
+def _forward(name: str, arch: str, **config: bool) -> KernelSpec:
+    # The kernel is built for a machine, so the architecture is also part of its configuration.
+    return KernelSpec(name, arch, FORWARD, tuple(sorted({"arch": arch, **config}.items())))
 
 
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
