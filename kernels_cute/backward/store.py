@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .. import sync
 from ..queue import next_slot
 from ..sync import int_ptr
 from .operands import Entry, counter_layout
@@ -14,7 +15,7 @@ class StoreRoles:
     """Mixin of ``BackwardKernel``."""
 
     @cute.jit
-    def store_role(self, queue, bars, stores, smem, targets, sizes, buffers):
+    def store_role(self, prog, queue, bars, stores, smem, targets, sizes, buffers):
         """Write what the MMA warps stage, in their order; signal a tile once it is in memory."""
         staging, zero = self.staging, Int32(0)
         base = int_ptr(buffers.counters)
@@ -29,9 +30,17 @@ class StoreRoles:
             smem, targets.shared_d_gate, targets.shared_d_up, targets.shared_weighted
         )
         dx, shared_dx = to(targets.dx), to(targets.shared_dx)
-        dw_gate, dw_up, dw_down = to(targets.dw_gate), to(targets.dw_up), to(targets.dw_down)
-        shared_dw_gate, shared_dw_up = to(targets.shared_dw_gate), to(targets.shared_dw_up)
-        shared_dw_down = to(targets.shared_dw_down)
+        wide = staging.partition_wide
+        dw = (
+            wide(targets.dw_gate, smem.sD_wide),
+            wide(targets.dw_up, smem.sD_wide),
+            *to(targets.dw_down),
+        )
+        shared_dw = (
+            wide(targets.shared_dw_gate, smem.sD_wide),
+            wide(targets.shared_dw_up, smem.sD_wide),
+            *to(targets.shared_dw_down),
+        )
         up_chunks = self.tile.up_n // staging.CHUNK_N
         slot, slot_phase = Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
@@ -57,6 +66,8 @@ class StoreRoles:
                     stores, dx, block, n, self.chunks, zero, chunk, phase
                 )
                 staging.signal(base + counters.dx + entry.minibatch)
+                if cute.arch.lane_idx() == 0:
+                    sync.arrive(base + counters.free + entry.minibatch)
             elif kind == SHARED + DDOWN:
                 written = self.store_stages(
                     bars, shared_d_hidden, entry.block, n, stage + entry.k_tiles, written
@@ -69,19 +80,28 @@ class StoreRoles:
             elif kind != END:
                 if cutlass.const_expr(self.grad_mode == "bf16"):
                     if kind < SHARED and entry.later == 0:
-                        chunk, phase = self.store_gradient(
-                            stores, (dw_gate, dw_up, dw_down), entry, kind, chunk, phase
-                        )
+                        chunk, phase = self.store_gradient(stores, dw, entry, kind, chunk, phase)
                     elif kind >= SHARED:
                         chunk, phase = self.store_gradient(
-                            stores, (shared_dw_gate, shared_dw_up, shared_dw_down),
-                            entry, kind - SHARED, chunk, phase,
-                        )  # fmt: skip
+                            stores, shared_dw, entry, kind - SHARED, chunk, phase
+                        )
             steps = entry.k_tiles
             if kind == DDOWN or kind == SHARED + DDOWN:
                 steps += self.chunks
             stage = (stage + steps) % self.mainloop.stages
         staging.drain()
+
+    @cute.jit
+    def release_rows(self, prog, free, entry):
+        """Count a weight-gradient task (whole warp) for every minibatch that its group overlaps.
+
+        Its rows have been read: the warp has seen the end of the task's loads, or of its MMA.
+        """
+        first = entry.first // prog.mb_blocks
+        last = (entry.end - 1) // prog.mb_blocks
+        if entry.end > entry.first:
+            for minibatch in cutlass.range(first + cute.arch.lane_idx(), last + 1, 32, unroll=1):
+                sync.arrive(free + minibatch)
 
     def in_place(self, smem, d_gate, d_up, weighted):
         """Store targets whose source is a stage: A's place, B's left and right half."""
@@ -108,26 +128,40 @@ class StoreRoles:
                     target.atom, target.tXsX[None, slot], target.tXgX[None, row_tile, column, 0]
                 )
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(bars.empty + at, arrive_count=self.consumer_warps)
+            if cutlass.const_expr(c > 0):
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+                self.free_stage(bars, (stage + c - 1) % self.mainloop.stages)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.free_stage(bars, (stage + self.chunks - 1) % self.mainloop.stages)
         return written
 
     @cute.jit
+    def free_stage(self, bars, stage):
+        """Give a stage back to the load warp, for all MMA warps."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(bars.empty + stage, arrive_count=self.consumer_warps)
+
+    @cute.jit
     def store_gradient(self, stores, outputs, entry, kind, chunk, phase):
-        """A tile of dW_gate, dW_up or dW_down of the entry's expert."""
+        """A tile of dW_gate or dW_up (transposed), or of dW_down, of the entry's expert."""
         gate, up, down = outputs
         if kind == WDOWN:
             chunk, phase = self.staging.store_tile(
-                stores, down, entry.m, entry.n, self.chunks, entry.expert, chunk, phase
+                stores, (down,), entry.m, entry.n, self.chunks, entry.expert, chunk, phase
             )
         elif kind == WGATE:
-            chunk, phase = self.staging.store_tile(
-                stores, gate, entry.m, entry.n, self.chunks, entry.expert, chunk, phase
-            )
+            chunk, phase = self.store_transposed(stores, gate, entry, chunk, phase)
         else:
-            chunk, phase = self.staging.store_tile(
-                stores, up, entry.m, entry.n, self.chunks, entry.expert, chunk, phase
-            )
+            chunk, phase = self.store_transposed(stores, up, entry, chunk, phase)
+        return chunk, phase
+
+    @cute.jit
+    def store_transposed(self, stores, target, entry, chunk, phase):
+        """Rows are the tile's columns of I, 64 at a time; columns its 128 of H."""
+        for c in cutlass.range_constexpr(self.chunks):
+            chunk, phase = self.staging.store(
+                stores, target, entry.n * self.chunks + c, entry.m, entry.expert, chunk, phase,
+                c == 0, c == self.chunks - 1,
+            )  # fmt: skip
         return chunk, phase
