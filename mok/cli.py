@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from mok.commands import check, compile, demo, doctor, wave
+from mok.commands import check, compile, demo, doctor, plan, simulate, trace, wave
 from mok.errors import MokError
 
 
@@ -36,7 +36,7 @@ class Command(Protocol):
         """Print the document for people."""
 
 
-COMMANDS: tuple[Command, ...] = (demo, check, compile, wave, doctor)
+COMMANDS: tuple[Command, ...] = (demo, check, compile, wave, plan, simulate, trace, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:
