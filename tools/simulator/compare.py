@@ -59,10 +59,11 @@ def records() -> Iterator[Record]:
             entry["program"],
             overrides=THEN.get(direction, {}) if entry["program"] == "ours" else {},
         )  # fmt: skip
-        yield Record(
-            entry["name"], entry["kind"], entry["source"], entry["use"], entry["ms"], entry["limit"],
-            scenario, entry["kernel_only"], entry.get("off", ""),
-        )  # fmt: skip
+        plain = {
+            name: entry[name]
+            for name in ("name", "kind", "source", "use", "ms", "limit", "kernel_only")
+        }
+        yield Record(**plain, scenario=scenario, off=entry.get("off", ""))
 
 
 def compare(report: Callable[[str], Any] = lambda text: None) -> list[dict[str, Any]]:
@@ -111,7 +112,9 @@ def gains(scenario: Scenario) -> list[dict[str, Any]]:
     for name, title in SWITCH_NAMES.items():
         if name == "slot_backward" and scenario.direction != "backward":
             continue
-        steps.append((f"+ {title}", dataclasses.replace(upstream, switches=Switches(**{name: True}))))
+        steps.append(
+            (f"+ {title}", dataclasses.replace(upstream, switches=Switches(**{name: True})))
+        )
     every = Switches(**dict.fromkeys(SWITCH_NAMES, True))
     steps.append(("upstream with all of these", dataclasses.replace(upstream, switches=every)))
     steps.append(("ours", dataclasses.replace(scenario, program="ours")))

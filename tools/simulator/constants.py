@@ -25,7 +25,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Constant:
-    """One value, its unit's name in ``name`` (``_s``, ``_hz``, ``_bytes_per_s`` …), and its origin."""
+    """One value and its origin; ``name`` ends in its unit (``_s``, ``_hz``, ``_bytes_per_s`` …)."""
 
     name: str
     value: float
@@ -37,7 +37,7 @@ class Constant:
 
 
 class Table(Mapping[str, float]):
-    """Constants by name. Reading one that is missing, or leaving a file with unknown ones, is an error."""
+    """Constants by name; reading one that is missing is an error."""
 
     def __init__(self, origin: str, constants: Mapping[str, Constant]) -> None:
         self.origin = origin
@@ -56,12 +56,16 @@ class Table(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self.constants)
 
-    def replace(self, kind: str = "assumed", source: str = "changed by the caller", **values: float):
+    def replace(
+        self, kind: str = "assumed", source: str = "changed by the caller", **values: float
+    ):
         """A copy with other values; ``name=value``."""
         changed = dict(self.constants)
         for name, value in values.items():
             self[name]  # it must exist
-            changed[name] = _constant(self.origin, name, {"value": value, "kind": kind, "source": source})
+            changed[name] = _constant(
+                self.origin, name, {"value": value, "kind": kind, "source": source}
+            )
         return Table(self.origin, changed)
 
     def as_list(self) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ Array = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-
 def ours_calibration(arch: str) -> str:
     """Name of the calibration of our kernels on an architecture."""
     return "ours_sm90" if arch == "sm_90a" else "ours_sm100"
@@ -76,9 +75,9 @@ class Costs:
 
     # ---- compute ----
 
-    def steps(self, size: int) -> int:
-        """Main-loop steps of ``K_STEP`` columns for a contraction over ``size``."""
-        return -(-size // K_STEP)
+    def steps(self, depth: Array) -> Array:
+        """Main-loop steps of ``K_STEP`` columns for contractions over ``depth``."""
+        return -(-depth // K_STEP)
 
     def step_flops(self) -> float:
         """FLOP of one step on the whole cluster."""
@@ -96,10 +95,9 @@ class Costs:
         return max(tensor, size * compute_sms / self.machine["l2_bytes_per_s"])
 
     def busy(self, steps: Array, precise: NDArray[np.bool_]) -> Floats:
-        return steps * np.where(precise, self.step_s(True), self.step_s(False))
-
-    def flops(self, steps: Array, precise: NDArray[np.bool_]) -> Floats:
-        return steps * self.step_flops()
+        """Seconds in the main loop."""
+        step = np.where(precise, self.step_s(True), self.step_s(False))
+        return steps.astype(np.float64) * step
 
     def neighbours(self, expert: Array, mb_blocks: int) -> Floats:
         """float64 [blocks]: row blocks that share a block's weight tiles while they are in L2."""
