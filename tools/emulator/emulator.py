@@ -1,9 +1,11 @@
 """The emulator as users see it: a context in which compiled functions run on the CPU."""
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from mok.tools.emulator import clc, encode_mem, encode_ops, tcgen05, tma, wgmma  # noqa: F401
 from mok.tools.emulator import layout as L
+from mok.tools.emulator.asyncops import TimelineEvent
 from mok.tools.emulator.checkers import Finding
 from mok.tools.emulator.encode import Encoder, Program
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
@@ -55,6 +58,21 @@ class Report:
     launches: list[LaunchRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    events: list[TimelineEvent] = field(default_factory=list)
+
+    def write_timeline(self, path: str | Path) -> None:
+        """Writes asynchronous operations as a Perfetto (Chrome trace) JSON file.
+
+        One process per CTA, one track per warp; a microsecond stands for one warp instruction.
+        """
+        trace = [
+            {
+                "ph": "X", "name": e.what, "pid": str(e.cta), "tid": f"warp {e.warp}",
+                "ts": e.start, "dur": max(1, e.end - e.start), "args": {"at": e.place},
+            }
+            for e in self.events
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ns"}))
 
 
 class Emulator:
@@ -63,7 +81,9 @@ class Emulator:
     ``arch``: "sm_90a", "sm_100a" or "sm_103a".  ``num_sms``: SMs of the emulated device.
     ``seed``: None for a plain, fast machine; an int for the adversarial one, whose interleaving
     and asynchronous completions the seed decides.  ``check``: look for data races and reads of
-    memory that nothing has written (by default with a seed only: it costs time).  Once ``register`` was called, an access to
+    memory that nothing has written (by default with a seed only: it costs time).  ``max_steps``:
+    warp instructions that one launch may take.  ``rewrite``: applied to the PTX before it runs.
+    ``timeline``: keep what ``Report.write_timeline`` needs.  Once ``register`` was called, an access to
     global memory outside every registered tensor is an error.
 
     Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
@@ -77,12 +97,16 @@ class Emulator:
         num_gpus: int = 1,
         seed: int | None = None,
         check: bool | None = None,
+        max_steps: int | None = None,
+        rewrite: Callable[[str], str] | None = None,
+        timeline: bool = False,
     ) -> None:
         if arch not in LIMITS:
             raise EmulatorError("the architecture must be emulated", arch, f"use {list(LIMITS)}")
         self.arch, self.seed, self.num_gpus = arch, seed, num_gpus
         self.num_sms = num_sms or (132 if arch == "sm_90a" else 148)
         self.check = seed is not None if check is None else check
+        self.max_steps, self.rewrite, self.timeline = max_steps, rewrite, timeline
         self.report = Report(arch, seed)
         self._ranges: dict[int, int] = {}
         self._keep: list[Any] = []
@@ -144,8 +168,9 @@ class Emulator:
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
         machine = Machine(
             program, request, LIMITS[self.arch], self.num_sms, dict(handlers()),
-            self._merged_ranges(symbols, program), self.seed, symbols, self.check,
+            self._merged_ranges(symbols, program), self.seed, symbols, self.check, self.max_steps,
         )
+        machine.engine.timeline = self.report.events if self.timeline else None
         try:
             machine.run()
         except KernelFault as exc:
@@ -191,7 +216,7 @@ class Emulator:
                 "an emulated function must carry its PTX", request.kernel,
                 "compile it inside the emulator's context, or with cute.KeepPTX",
             )
-        self.run_ptx(ptx, request)
+        self.run_ptx(self.rewrite(ptx) if self.rewrite else ptx, request)
 
 
 def handlers() -> Iterator[tuple[str, Any]]:

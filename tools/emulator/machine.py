@@ -122,7 +122,9 @@ class Machine(BulkOps):
         seed: int | None = None,
         global_symbols: dict[str, int] | None = None,
         check: bool = False,
+        max_steps: int | None = None,
     ) -> None:
+        self.max_steps = max_steps
         self.program, self.request, self.limits = program, request, limits
         self.num_sms = num_sms
         self.seed = seed
@@ -367,7 +369,7 @@ class Machine(BulkOps):
         address = self.x.ctypes.data
         self.started = time.perf_counter()
         while True:
-            result = run_grid(address, 1 << 22 if self.seed is None else 256)
+            result = run_grid(address, 1 << 18 if self.seed is None else 256)
             if result == L.R_PY:
                 self.idle_rounds = 0
                 self._python(self.warps[int(self.x[L.X_CURRENT])])
@@ -385,6 +387,11 @@ class Machine(BulkOps):
 
     def pause(self) -> None:
         """Called after many steps without need of Python."""
+        if self.max_steps is not None and self.x[L.X_STEPS] > self.max_steps:
+            raise KernelFault(
+                "a launch may not take more steps than allowed", self.max_steps,
+                "it may run forever; waiting warps:\n  " + "\n  ".join(self.waits()),
+            )
         for _ in range(self.engine.random.randrange(4)):
             self.engine.advance()
 
@@ -451,12 +458,18 @@ class Machine(BulkOps):
         for w in cta.warps:
             w.state[L.W_STATE] = L.STATE_EMPTY
         if all(c.state[L.C_INDEX] == -1 for c in cta.cluster.ctas):
-            self.engine.drain_cluster(cta.cluster)
+            self.engine.leave_cluster(cta.cluster)
             self.cluster_done(cta.cluster)
             self._next(cta.cluster)
 
     def cluster_done(self, cluster: Cluster) -> None:
         """Called when the last CTA of a cluster has exited."""
+        for cta in cluster.ctas:
+            if cta.extra.get("tmem"):
+                raise KernelFault(
+                    "a CTA must free its TMEM before it exits",
+                    f"CTA {cta.coords} leaves columns {cta.extra['tmem']}",
+                )
 
     # -- reports ----------------------------------------------------------------------------------
 
