@@ -160,6 +160,10 @@ def complete_tx(
 
     cta = cluster.ctas[rank]
     host = int(cta.state[L.C_SMEM]) + offset
+    if cta.state[L.C_INDEX] < 0:
+        raise EmulatorError(
+            "an asynchronous operation may not signal a CTA that has exited", f"CTA {cta.coords}"
+        )
     if offset & 7 or offset + 8 > cta.smem.size or not mb_valid(host):
         raise EmulatorError(
             "an asynchronous operation must signal an initialised mbarrier",

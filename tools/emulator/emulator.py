@@ -58,6 +58,7 @@ class Report:
     launches: list[LaunchRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    lines: set[int] = field(default_factory=set)  # PTX lines executed
     events: list[TimelineEvent] = field(default_factory=list)
 
     def write_timeline(self, path: str | Path) -> None:
@@ -178,6 +179,7 @@ class Emulator:
             self.report.faults.append(str(exc))
             exc.report = self.report
             raise
+        self.report.lines |= machine.lines()
         found = machine.findings()
         self.report.findings.extend(found)
         self.report.launches.append(

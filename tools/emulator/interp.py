@@ -9,7 +9,7 @@ import numpy as np
 from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator import alu_table
-from mok.tools.emulator.intrinsics import ld32, ld64, popc64, st64
+from mok.tools.emulator.intrinsics import ld32, ld64, popc64, st8, st64
 from mok.tools.emulator.layout import (
     ALU_END,
     C_FIRST_WARP,
@@ -95,6 +95,7 @@ from mok.tools.emulator.layout import (
     X_ADVERSARIAL,
     X_CLOCK,
     X_CODE,
+    X_COVER,
     X_CURRENT,
     X_CURSOR,
     X_EV_MEM,
@@ -306,11 +307,14 @@ def run_warp(X, W, quantum):
     if ld64(W + 8 * W_NG) > 0:
         regroup(W, pc, mask)
         pc, mask = ld64(W + 8 * W_PC), ld64(W + 8 * W_MASK)
+    cover = ld64(X + 8 * X_COVER)
     count = _I(0)
     result = _I(R_QUANTUM)
     while count < quantum:
         count += 1
         c = code + 64 * pc
+        if cover != 0:
+            st8(cover + pc, _I(1))
         op = ld32(c + 4 * I_OP)
         g = ld32(c + 4 * I_GUARD)
         m = mask

@@ -234,6 +234,8 @@ class Machine(BulkOps):
         x[L.X_NWARPS], x[L.X_WARPS] = num_warps, self.warp_state.ctypes.data
         x[L.X_SCRATCH] = self.scratch.ctypes.data
         x[L.X_CLOCK] = 1 << 40
+        self.covered = np.zeros(len(self.program.code) + 8, dtype=np.uint8)
+        x[L.X_COVER] = self.covered.ctypes.data
         self.warps = [Warp(i, self.warp_state[i], self.regs[i]) for i in range(num_warps)]
         self.ctas: list[Cta] = []
         for i in range(num_ctas):
@@ -500,6 +502,11 @@ class Machine(BulkOps):
             f"address {address:#x}, lane {int(s[L.W_FAULT_LANE])}, "
             f"size or value {int(s[L.W_FAULT_AUX])}; {self.where(w, int(s[L.W_PC]))}",
         )
+
+    def lines(self) -> set[int]:
+        """PTX lines that some warp has executed."""
+        source = self.program.source
+        return {source[i].line for i in np.flatnonzero(self.covered[: len(source)])}
 
     def waits(self) -> list[str]:
         """One line per live warp: where it is and what it waits for."""
