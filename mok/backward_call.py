@@ -141,15 +141,15 @@ class BackwardCall(Call):
     def plan(self, i: int) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """Launch the plan kernel: (tables, groups, counts, table stride, most groups)."""
         from mok import kernels
-        from mok.kernels_cute.backward.program import GROUP_WORDS, TABLES
+        from mok.kernels_cute.backward.program import GROUP_WORDS, TABLES, plan_room
         from mok.runtime.compile import get_kernel
         from mok.runtime.launch import launch
 
         b, rank = self.schedule.ranks[i], self.local_ranks[i]
         experts = len(self.shape.experts_on(rank))
-        stride = self.sizes.max_minibatches + 1
-        macrobatches = -(-self.sizes.max_minibatches * self.config.minibatch_size // self.ring)
-        most = experts + macrobatches
+        _, stride, most = plan_room(
+            self.sizes.capacity, experts, self.config.minibatch_size, self.ring
+        )
         ints = torch.int32
         tables = self._new(TABLES, stride, dtype=ints)
         groups, counts = self._new(most, GROUP_WORDS, dtype=ints), self._new(2, dtype=ints)
@@ -161,7 +161,6 @@ class BackwardCall(Call):
             tables.data_ptr(),
             groups.data_ptr(),
             counts.data_ptr(),
-            stride,
             self.tokens(i),
             self.shape.hidden_size,
             self.shape.intermediate_size,
@@ -169,6 +168,7 @@ class BackwardCall(Call):
             experts,
             self.config.minibatch_size,
             self.ring,
+            stride,
             self.stream,
         )
         return tables, groups, counts, stride, most
@@ -289,56 +289,51 @@ class BackwardCall(Call):
         if self.shared_scale is not None:
             partial = parts["shared_partial"]
             assert partial is not None
-            d_scale = self._sum_groups(i, partial)
+            d_scale = self._scale_grad(i, partial)
         return d_x, self._router_grad(i, s), d_scale
 
     def _router_grad(self, i: int, s: Scratch) -> Tensor:
         """d_w FP32 [T, K]: of a dropped route exactly 0."""
-        rank, ids = self.local_ranks[i], self.schedule.top_experts[i]
+        T, K = self.tokens(i), self.shape.topk
         if self.direct:
-            index = self.schedule.ranks[i].route_row
-            assert index is not None
-            return self._launch_router_grad(
-                s.dw_partial.data_ptr(),
-                index,
-                self.shape.topk,
-                self.shape.intermediate_size // 64,
-                True,
-            )
-        return self._launch_router_grad(
-            self.workspace.backward.d_weights.address(rank), ids, self.shape.topk, 1, False
-        )
+            source, slots = s.dw_partial.data_ptr(), self.schedule.ranks[i].route_row
+            groups, bits = self.shape.intermediate_size // 64, 32
+        else:
+            rank, slots = self.local_ranks[i], self.schedule.top_experts[i]
+            source, groups = self.workspace.backward.d_weights.address(rank), 1
+            bits = 64 if slots.dtype == torch.int64 else 32
+        return self._sum_groups(T * K, source, slots, groups, self.direct, bits).view(T, K)
 
-    def _sum_groups(self, i: int, partial: Tensor) -> Tensor:
-        rows = torch.arange(self.tokens(i), dtype=torch.int32, device=self.workspace.device)
+    def _scale_grad(self, i: int, partial: Tensor) -> Tensor:
+        """Gradient FP32 [T] of the shared expert's scale."""
         groups = (self.shape.shared_intermediate_size or 0) // 64
-        return self._launch_router_grad(partial.data_ptr(), rows[:, None], 1, groups, True)[:, 0]
+        return self._sum_groups(self.tokens(i), partial.data_ptr(), None, groups, True, 32)
 
-    def _launch_router_grad(
-        self, source: int, index: Tensor, topk: int, groups: int, has_index: bool
+    def _sum_groups(
+        self,
+        routes: int,
+        source: int,
+        slots: Tensor | None,
+        groups: int,
+        has_index: bool,
+        bits: int,
     ) -> Tensor:
         from mok import kernels
         from mok.kernels_cute.router_grad import router_grad_ctas
         from mok.runtime.compile import get_kernel
         from mok.runtime.launch import launch
 
-        tokens = index.numel() // topk
-        # route_row is sized for the most tokens; the call's come first.
-        tokens = min(tokens, self.tokens(0)) if has_index and topk > 1 else tokens
-        out = self._new(tokens, topk, dtype=torch.float32)
-        if out.numel() == 0:
-            return out
-        bits = 64 if index.dtype == torch.int64 else 32
-        launch(
-            get_kernel(kernels.router_grad_spec(self.workspace.arch, has_index, bits)),
-            out.data_ptr(),
-            source,
-            index.data_ptr(),
-            tokens,
-            topk,
-            groups,
-            self.shape.num_experts,
-            router_grad_ctas(tokens * topk, num_sms(self.workspace)),
-            self.stream,
-        )
+        out = self._new(routes, dtype=torch.float32)
+        if routes:
+            launch(
+                get_kernel(kernels.router_grad_spec(self.workspace.arch, has_index, bits)),
+                out.data_ptr(),
+                source,
+                slots.data_ptr() if slots is not None else 0,
+                routes,
+                groups,
+                self.shape.num_experts,
+                router_grad_ctas(routes, has_index, num_sms(self.workspace)),
+                self.stream,
+            )
         return out

@@ -342,12 +342,13 @@ class Call:
             self.workspace.arch, self.direct, shared is not None, bits,
             has_weights=weights is not None, has_shared_scale=scale is not None,
         )  # fmt: skip
-        arguments = [out.data_ptr(), rows, self._address(weights), self._address(shared)]
-        if scale is not None:
-            arguments.append(scale.data_ptr())
         launch(
             get_kernel(spec),
-            *arguments,
+            out.data_ptr(),
+            rows,
+            self._address(weights),
+            self._address(shared),
+            self._address(scale),
             slots.data_ptr(),
             T,
             H,
@@ -416,7 +417,8 @@ def check_tensor(
         raise ShapeError(
             f"{name} must be contiguous", f"strides {tensor.stride()}", "Call .contiguous()"
         )
-    if tensor.numel() and tensor.data_ptr() % 16:
+    # Matrices go through TMA and 16-byte accesses; the small FP32 and int inputs do not.
+    if tensor.dtype == torch.bfloat16 and tensor.numel() and tensor.data_ptr() % 16:
         raise ShapeError(
             f"{name} must be 16-byte aligned", f"address {tensor.data_ptr():#x}", "Clone it"
         )
