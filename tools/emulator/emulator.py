@@ -1,7 +1,9 @@
 """The emulator as users see it: a context in which compiled functions run on the CPU."""
 
 import contextlib
+import functools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +40,20 @@ def translate(ptx: str, kernel: str) -> Program:
     return _PROGRAMS[key]
 
 
+@functools.cache
+def prepare() -> None:
+    """Compiles the interpreter, or reads it from the cache, by running a machine without warps."""
+    from mok.tools.emulator import interp
+    from mok.tools.emulator.jit import cache_folder
+
+    if not any(cache_folder().rglob("interp.run_grid*.nbc")):
+        print("mok: compiling the emulator's interpreter, once …", file=sys.stderr, flush=True)
+    machine = np.zeros(L.MACHINE_WORDS, dtype=np.int64)
+    warp = np.zeros(L.WARP_WORDS, dtype=np.int64)
+    machine[L.X_NWARPS], machine[L.X_WARPS] = 1, warp.ctypes.data
+    interp.run_grid(machine.ctypes.data, 1)
+
+
 @dataclass
 class LaunchRecord:
     """What one launch did."""
@@ -45,6 +61,7 @@ class LaunchRecord:
     kernel: str
     grid: tuple[int, int, int]
     seconds: float
+    cpu_seconds: float
     steps: int  # warp instructions
     python_calls: int
 
@@ -164,7 +181,8 @@ class Emulator:
 
     def run_ptx(self, ptx: str, request: LaunchRequest) -> None:
         """Runs one kernel of a PTX module."""
-        start = time.perf_counter()
+        prepare()
+        start, cpu = time.perf_counter(), time.process_time()
         program = translate(ptx, request.kernel)
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
         machine = Machine(
@@ -185,6 +203,7 @@ class Emulator:
         self.report.launches.append(
             LaunchRecord(
                 request.kernel, request.grid, time.perf_counter() - start,
+                time.process_time() - cpu,
                 int(machine.x[L.X_STEPS]), machine.python_calls,
             )
         )
