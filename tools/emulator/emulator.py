@@ -85,8 +85,13 @@ class Report:
         """
         trace = [
             {
-                "ph": "X", "name": e.what, "pid": str(e.cta), "tid": f"warp {e.warp}",
-                "ts": e.start, "dur": max(1, e.end - e.start), "args": {"at": e.place},
+                "ph": "X",
+                "name": e.what,
+                "pid": str(e.cta),
+                "tid": f"warp {e.warp}",
+                "ts": e.start,
+                "dur": max(1, e.end - e.start),
+                "args": {"at": e.place},
             }
             for e in self.events
         ]
@@ -101,8 +106,8 @@ class Emulator:
     and asynchronous completions the seed decides.  ``check``: look for data races and reads of
     memory that nothing has written (by default with a seed only: it costs time).  ``max_steps``:
     warp instructions that one launch may take.  ``rewrite``: applied to the PTX before it runs.
-    ``timeline``: keep what ``Report.write_timeline`` needs.  Once ``register`` was called, an access to
-    global memory outside every registered tensor is an error.
+    ``timeline``: keep what ``Report.write_timeline`` needs.  Once ``register`` was called, an
+    access to global memory outside every registered tensor is an error.
 
     Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
     PTX that is not implemented, KernelFault when a checker stops the kernel.
@@ -186,8 +191,16 @@ class Emulator:
         program = translate(ptx, request.kernel)
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
         machine = Machine(
-            program, request, LIMITS[self.arch], self.num_sms, dict(handlers()),
-            self._merged_ranges(symbols, program), self.seed, symbols, self.check, self.max_steps,
+            program,
+            request,
+            LIMITS[self.arch],
+            self.num_sms,
+            dict(handlers()),
+            self._merged_ranges(symbols, program),
+            self.seed,
+            symbols,
+            self.check,
+            self.max_steps,
         )
         machine.engine.timeline = self.report.events if self.timeline else None
         try:
@@ -202,15 +215,20 @@ class Emulator:
         self.report.findings.extend(found)
         self.report.launches.append(
             LaunchRecord(
-                request.kernel, request.grid, time.perf_counter() - start,
+                request.kernel,
+                request.grid,
+                time.perf_counter() - start,
                 time.process_time() - cpu,
-                int(machine.x[L.X_STEPS]), machine.python_calls,
+                int(machine.x[L.X_STEPS]),
+                machine.python_calls,
             )
         )
         if found:
             raise KernelFault(
-                f"the checkers found {len(found)} problems", "\n  ".join(map(str, found[:8])),
-                "the emulator's report holds all of them", self.report,
+                f"the checkers found {len(found)} problems",
+                "\n  ".join(map(str, found[:8])),
+                "the emulator's report holds all of them",
+                self.report,
             )
 
     def _merged_ranges(self, symbols: dict[str, int], program: Program) -> list[tuple[int, int]]:
@@ -234,7 +252,8 @@ class Emulator:
         ptx = getattr(request.compiled, "__ptx__", None) if request.compiled is not None else None
         if not ptx:
             raise LaunchError(
-                "an emulated function must carry its PTX", request.kernel,
+                "an emulated function must carry its PTX",
+                request.kernel,
                 "compile it inside the emulator's context, or with cute.KeepPTX",
             )
         self.run_ptx(self.rewrite(ptx) if self.rewrite else ptx, request)

@@ -177,8 +177,8 @@ class Interceptor:
         from cutlass.base_dsl import compiler
         from cutlass.base_dsl.dsl import BaseDSL
         from cutlass.base_dsl.jit_executor import JitCompiledFunction
-        from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
+        from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
         dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="mok-emulator-"))
         original_env = compiler.CompileOptions.apply_envar_settings
@@ -224,9 +224,7 @@ class Interceptor:
                 swap(dsl, "_runtime_can_run_compiled", lambda *_args: True)
         for cls in (CudaDialectJitCompiledFunction, JitCompiledFunction):
             for name in ("__call__", "run_compiled_program"):
-                if name in cls.__dict__ and not (
-                    cls is JitCompiledFunction and name == "__call__"
-                ):
+                if name in cls.__dict__ and not (cls is JitCompiledFunction and name == "__call__"):
                     swap(cls, name, tracked(cls.__dict__[name]))
 
     @contextlib.contextmanager

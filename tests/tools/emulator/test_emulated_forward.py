@@ -4,11 +4,11 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-import torch  # noqa: E402
+import torch
 
-from mok.config import Shape  # noqa: E402
-from mok.reference import forward_loop, integer_case  # noqa: E402
-from tests.forward_runs import ForwardRun, emulated  # noqa: E402
+from mok.config import Shape
+from mok.reference import forward_loop, integer_case
+from tests.forward_runs import ForwardRun, emulated
 
 pytestmark = pytest.mark.emulator
 
@@ -20,7 +20,12 @@ def run(arch, ep_size, seed=None, check=False, tokens=256, **shape):
     with emulated(arch, 8, seed) as emulator:
         emulator.check = check
         layer = ForwardRun(
-            case, arch, ep_size, minibatch=2 * unit, macrobatch=4 * unit, grid=grid,
+            case,
+            arch,
+            ep_size,
+            minibatch=2 * unit,
+            macrobatch=4 * unit,
+            grid=grid,
             num_comm_ctas=comm,
         )
         output = layer.run(emulator.register if check else None)
