@@ -238,6 +238,8 @@ class Machine(BulkOps):
         x[L.X_ADVERSARIAL] = int(self.seed is not None)
         x[L.X_RNG] = ((self.seed or 0) * 0x9E3779B97F4A7C15 + 0x1234567) & (1 << 62) - 1 | 1
         x[L.X_NWARPS], x[L.X_WARPS] = num_warps, self.warp_state.ctypes.data
+        if self.seed is not None:
+            x[L.X_CURSOR] = self.engine.random.randrange(num_warps)
         x[L.X_SCRATCH] = self.scratch.ctypes.data
         x[L.X_CLOCK] = 1 << 40
         self.covered = np.zeros(len(self.program.code) + 8, dtype=np.uint8)
