@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mok.tools.emulator.errors import EmulatorError
+from mok.tools.emulator.errors import EmulatorError, LaunchError
 
 _SIZE = 16  # wrappers are 16-byte aligned, so 16 bytes are always ours to overwrite
 
@@ -199,6 +199,12 @@ class Interceptor:
 
         def tracked(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(fn: Any, *args: Any, **kwargs: Any) -> Any:
+                if getattr(fn, "engine", None) is None:
+                    raise LaunchError(
+                        "an emulated function must have host code for this machine",
+                        getattr(fn, "function_name", fn),
+                        "compile it inside the emulator's context",
+                    )
                 if not any(fn is t for t in owner._touched):
                     # Forget libraries loaded for a real device: their kernel handles are not ours.
                     fn.jit_module = None
