@@ -109,6 +109,14 @@ def stmatrix_x4(address: Int32, r0: Uint32, r1: Uint32, r2: Uint32, r3: Uint32) 
     )
 
 
+def stmatrix_x4_trans(address: Int32, r0: Uint32, r1: Uint32, r2: Uint32, r3: Uint32) -> None:
+    """``stmatrix_x4`` of the transposed matrices: lane l gives the address of column l."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, r0, r1, r2, r3],
+    )
+
+
 def ldmatrix_x4(address: Int32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """Four 8×8 16-bit matrices of a warp from shared memory; addresses as for ``stmatrix_x4``."""
     return cute.arch.inline_ptx(
@@ -184,13 +192,6 @@ def load_16_if(address: Int64, valid: Boolean) -> tuple[Uint32, Uint32, Uint32, 
     )
 
 
-def load_u32(address: Int64) -> Uint32:
-    """32 bits from global memory."""
-    return cute.arch.inline_ptx(
-        "ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address]
-    )
-
-
 def load_f32(address: Int64) -> Float32:
     """One FP32 from global memory past L1: another CTA of this kernel may have written it."""
     return cute.arch.inline_ptx(
@@ -200,25 +201,26 @@ def load_f32(address: Int64) -> Float32:
     )
 
 
-def load_f32x2(address: Int64) -> tuple[Float32, Float32]:
-    """Two FP32 from global memory, 8-byte aligned."""
+def load_bf16(address: Int64) -> Float32:
+    """One BF16 from global memory as FP32, exact."""
     return cute.arch.inline_ptx(
-        "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
-        write_only_types=[Float32, Float32],
+        "{\n\t.reg .b16 h;\n\tld.global.b16 h, [{$r0}];\n\tcvt.f32.bf16 {$w0}, h;\n\t}",
+        write_only_types=[Float32],
         read_only_args=[address],
     )
 
 
-def store_u32(address: Int64, value: Uint32) -> None:
-    """32 bits to global memory."""
-    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def store_f32x2(address: Int64, lo: Float32, hi: Float32) -> None:
-    """Two FP32 to global memory, 8-byte aligned."""
+def store_bf16(address: Int64, value: Float32) -> None:
+    """One FP32 rounded to nearest even as BF16 to global memory."""
     cute.arch.inline_ptx(
-        "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, lo, hi]
+        "{\n\t.reg .b16 h;\n\tcvt.rn.bf16.f32 h, {$r1};\n\tst.global.b16 [{$r0}], h;\n\t}",
+        read_only_args=[address, value],
     )
+
+
+def store_f32(address: Int64, value: Float32) -> None:
+    """One FP32 to global memory."""
+    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 # ---- waiting and failing ----

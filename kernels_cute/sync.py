@@ -19,7 +19,7 @@ RECORD_FIELDS = (
 )  # fmt: skip
 RECORD_WORDS = 16
 RECORD_TIMEOUT = 1
-ROLES = ("load", "comm")
+ROLES = ("load", "comm", "scheduler")
 COUNTERS = ("x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready")
 
 

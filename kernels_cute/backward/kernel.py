@@ -15,7 +15,8 @@ from cutlass import BFloat16, Float32, Int32, Int64
 
 from .. import comm, sync
 from ..epilogue.staging import Staging
-from ..gemm.sm90 import Mainloop, Stages
+from ..gemm.operands import Stages, view
+from ..gemm.sm90 import Mainloop
 from ..matrix import matrix, transposed
 from ..program import Tile
 from ..queue import DEPTH, DSL, WORDS, TaskQueue
@@ -53,6 +54,7 @@ class Smem(NamedTuple):
     sB_half: cute.Tensor
     sB_half_mn: cute.Tensor
     sD: cute.Tensor
+    sD_wide: cute.Tensor
 
 
 class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
@@ -184,15 +186,15 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             shared_up_t=main.tma_b_half_mn(transposed(shared_up, S, H)),
             dy_t=main.tma_a_mn(transposed(dy, T, H)),
             dy_ring_t=main.tma_a_mn(transposed(dy_ring, B, H)),
-            d_gate_t=main.tma_a_mn(transposed(d_gate, B, I)),
-            d_up_t=main.tma_a_mn(transposed(d_up, B, I)),
-            shared_d_gate_t=main.tma_a_mn(transposed(shared_d_gate, T, S)),
-            shared_d_up_t=main.tma_a_mn(transposed(shared_d_up, T, S)),
+            x_t=main.tma_a_mn(transposed(x, T, H)),
+            saved_x_t=main.tma_a_mn(transposed(saved_x, B, H)),
+            replay_x_t=main.tma_a_mn(transposed(replay_x, B, H)),
             weighted_t=main.tma_b_half_mn(transposed(weighted, B, I)),
+            d_gate_t=main.tma_b_half_mn(transposed(d_gate, B, I)),
+            d_up_t=main.tma_b_half_mn(transposed(d_up, B, I)),
             shared_weighted_t=main.tma_b_half_mn(transposed(shared_weighted, T, S)),
-            x_t=main.tma_b_half_mn(transposed(x, T, H)),
-            saved_x_t=main.tma_b_half_mn(transposed(saved_x, B, H)),
-            replay_x_t=main.tma_b_half_mn(transposed(replay_x, B, H)),
+            shared_d_gate_t=main.tma_b_half_mn(transposed(shared_d_gate, T, S)),
+            shared_d_up_t=main.tma_b_half_mn(transposed(shared_d_up, T, S)),
         )
         targets = Targets(
             replay_gate=stage.tma_store(matrix(replay_gate, B, I)),
@@ -205,11 +207,11 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             shared_d_up=stage.tma_store(matrix(shared_d_up, T, S)),
             shared_weighted=stage.tma_store(matrix(shared_weighted, T, S)),
             shared_dx=stage.tma_store(matrix(shared_dx, T, H)),
-            dw_gate=stage.tma_store(matrix(dw_gate, I, H, E)),
-            dw_up=stage.tma_store(matrix(dw_up, I, H, E)),
+            dw_gate=stage.tma_store_wide(matrix(dw_gate, I, H, E)),
+            dw_up=stage.tma_store_wide(matrix(dw_up, I, H, E)),
             dw_down=stage.tma_store(matrix(dw_down, H, I, E)),
-            shared_dw_gate=stage.tma_store(matrix(shared_dw_gate, S, H)),
-            shared_dw_up=stage.tma_store(matrix(shared_dw_up, S, H)),
+            shared_dw_gate=stage.tma_store_wide(matrix(shared_dw_gate, S, H)),
+            shared_dw_up=stage.tma_store_wide(matrix(shared_dw_up, S, H)),
             shared_dw_down=stage.tma_store(matrix(shared_dw_down, H, S)),
         )
         outputs = Outputs(dw_gate, dw_up, dw_down, shared_dw_gate, shared_dw_up, shared_dw_down)
@@ -293,6 +295,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             view(storage.sB, main.b_half_layout),
             view(storage.sB, main.b_half_layout_mn),
             view(storage.sD, stage.layout),
+            view(storage.sD, stage.wide_layout),
         )
         if warp == 0:
             if cute.arch.lane_idx() == 0:
@@ -346,8 +349,3 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
                 warp, prog, queue, bars, stores, smem, schedule, sizes, buffers, outputs,
                 swiglu_limit,
             )  # fmt: skip
-
-
-def view(storage, layout: cute.ComposedLayout) -> cute.Tensor:
-    """A swizzled tensor over a range of shared memory."""
-    return storage.get_tensor(layout.outer, swizzle=layout.inner)

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .. import sync
-from ..gemm.sm90 import Operand
+from ..gemm.operands import Operand
 from ..queue import broadcast, draw, next_slot
 from ..sync import int_ptr, select
 from .operands import COUNTERS, GATHER_WARP, Entry, counter_layout
@@ -218,11 +218,15 @@ class LoadRoles:
             stage, phase = main.load_tile(
                 bars, self.at(smem, sources.dy_ring_t), not in_place, m,
                 weighted, 2 * n, weighted, 2 * n + 1, zero, k_tiles, stage, phase,
-                True, k_first,
+                k_first,
             )  # fmt: skip
-        elif kind == WGATE or kind == WUP:
-            stage, phase = self.load_wgate(
-                main, bars, smem, sources, entry, saved, k_first, stage, phase
+        elif kind == WGATE:
+            stage, phase = self.load_x_weight(
+                main, bars, smem, sources, sources.d_gate_t, entry, saved, k_first, stage, phase
+            )
+        elif kind == WUP:
+            stage, phase = self.load_x_weight(
+                main, bars, smem, sources, sources.d_up_t, entry, saved, k_first, stage, phase
             )
         elif kind == SHARED + DDOWN:
             down = self.bt(smem, sources.shared_down_t)
@@ -253,45 +257,40 @@ class LoadRoles:
                 weighted, 2 * n, weighted, 2 * n + 1, zero, k_tiles, stage, phase,
             )  # fmt: skip
         elif kind == SHARED + WGATE:
-            x = self.bt(smem, sources.x_t)
+            d_gate = self.bt(smem, sources.shared_d_gate_t)
             stage, phase = main.load_tile(
-                bars, self.at(smem, sources.shared_d_gate_t), True, m,
-                x, 2 * n, x, 2 * n + 1, zero, k_tiles, stage, phase,
+                bars, self.at(smem, sources.x_t), True, m,
+                d_gate, 2 * n, d_gate, 2 * n + 1, zero, k_tiles, stage, phase,
             )  # fmt: skip
         else:
-            x = self.bt(smem, sources.x_t)
+            d_up = self.bt(smem, sources.shared_d_up_t)
             stage, phase = main.load_tile(
-                bars, self.at(smem, sources.shared_d_up_t), True, m,
-                x, 2 * n, x, 2 * n + 1, zero, k_tiles, stage, phase,
+                bars, self.at(smem, sources.x_t), True, m,
+                d_up, 2 * n, d_up, 2 * n + 1, zero, k_tiles, stage, phase,
             )  # fmt: skip
         return stage, phase
 
     @cute.jit
-    def load_wgate(self, main, bars, smem, sources, entry, saved, k_first, stage, phase):
-        """Weight gradients of gate and up: d_gateᵀ or d_upᵀ times x (gathered, saved or replayed)."""
+    def load_x_weight(self, main, bars, smem, sources, source, entry, saved, k_first, stage, phase):
+        """dW_gateᵀ or dW_upᵀ: xᵀ (gathered, saved or replayed) times d_gate or d_up."""
         n, m, k_tiles, zero = entry.n, entry.m, entry.k_tiles, Int32(0)
-        for kind, source in ((WGATE, sources.d_gate_t), (WUP, sources.d_up_t)):
-            if entry.kind == kind:
-                a = self.at(smem, source)
-                if cutlass.const_expr(self.direct):
-                    x = self.bt(smem, sources.x_t)
-                    stage, phase = main.load_tile(
-                        bars, a, True, m, x, zero, x, zero, zero, k_tiles, stage, phase,
-                        False, k_first,
-                    )  # fmt: skip
-                else:
-                    if saved:
-                        x = self.bt(smem, sources.saved_x_t)
-                        stage, phase = main.load_tile(
-                            bars, a, True, m, x, 2 * n, x, 2 * n + 1, zero, k_tiles,
-                            stage, phase, True, k_first,
-                        )  # fmt: skip
-                    else:
-                        x = self.bt(smem, sources.replay_x_t)
-                        stage, phase = main.load_tile(
-                            bars, a, True, m, x, 2 * n, x, 2 * n + 1, zero, k_tiles,
-                            stage, phase, True, k_first,
-                        )  # fmt: skip
+        b = self.bt(smem, source)
+        if cutlass.const_expr(self.direct):
+            stage, phase = main.load_tile(
+                bars, self.at(smem, sources.x_t), False, m, b, 2 * n, b, 2 * n + 1, zero, k_tiles,
+                stage, phase, k_first,
+            )  # fmt: skip
+        else:
+            if saved:
+                stage, phase = main.load_tile(
+                    bars, self.at(smem, sources.saved_x_t), True, m, b, 2 * n, b, 2 * n + 1, zero,
+                    k_tiles, stage, phase, k_first,
+                )  # fmt: skip
+            else:
+                stage, phase = main.load_tile(
+                    bars, self.at(smem, sources.replay_x_t), True, m, b, 2 * n, b, 2 * n + 1, zero,
+                    k_tiles, stage, phase, k_first,
+                )  # fmt: skip
         return stage, phase
 
     def a(self, smem, tma) -> Operand:
@@ -322,7 +321,6 @@ class LoadRoles:
         row_step = main.gather_threads // 8
         rows = cute.make_rmem_tensor((main.TILE_M // row_step,), Int32)
         sA = smem.sA.iterator.toint()
-        sB = smem.sB.iterator.toint()
         row_bytes = Int64(sizes.hidden) * 2
         routes = schedule.rows.peer_token_idx
         stage, phase = Int32(0), Int32(0)
@@ -344,15 +342,13 @@ class LoadRoles:
                 stage, phase = main.gather_tile(
                     bars, sA, source, row_bytes, rows, own, k_tiles, stage, phase
                 )
-            elif kind == WDOWN:
+            elif kind == WDOWN or kind == WGATE or kind == WUP:
+                source = buffers.x
+                if kind == WDOWN:
+                    source = buffers.dy
                 stage, phase = main.gather_columns(
-                    bars, sA, main.a_bytes, main.TILE_M // 64, buffers.dy, sizes.hidden,
-                    entry.m * main.TILE_M, group_routes, sizes.topk, own, k_tiles, stage, phase,
-                )  # fmt: skip
-            elif kind == WGATE or kind == WUP:
-                stage, phase = main.gather_columns(
-                    bars, sB, main.b_bytes, main.tile_n // 64, buffers.x, sizes.hidden,
-                    entry.n * main.tile_n, group_routes, sizes.topk, own, k_tiles, stage, phase,
+                    bars, sA, source, sizes.hidden, entry.m * main.TILE_M, group_routes,
+                    sizes.topk, own, k_tiles, stage, phase,
                 )  # fmt: skip
             elif kind != END:
                 stage, phase = main.pass_tile(bars, k_tiles, stage, phase)

@@ -79,12 +79,16 @@ class MmaRoles:
                     self.release_rows(prog, base + counters.free, entry, lane)
                 if entry.later != 0:
                     self.keep_accumulator(acc, entry, where, prog)
-                elif cutlass.const_expr(self.grad_mode == "bf16"):
+                elif cutlass.const_expr(self.grad_mode != "bf16"):
+                    self.write_gradient(acc, entry, warp_row + lane // 4, lane, sizes, outputs)
+                elif step == WDOWN:
                     chunk, chunk_phase = self.plain_epilogue(
                         acc, stores, sD_row, row, chunk, chunk_phase
                     )
                 else:
-                    self.write_gradient(acc, entry, warp_row + lane // 4, lane, sizes, outputs)
+                    chunk, chunk_phase = self.transposed_epilogue(
+                        acc, stores, smem.sD.iterator.toint(), warp_row, chunk, chunk_phase
+                    )
                 if routed:
                     cute.arch.sync_warp()
                     if lane == 0:
@@ -216,18 +220,26 @@ class MmaRoles:
             chunk, chunk_phase = self.staging.put(values, stores, sD_row, row, chunk, chunk_phase)
         return chunk, chunk_phase
 
+    @cute.jit
+    def transposed_epilogue(self, acc, stores, sD_address, warp_row, chunk, chunk_phase):
+        """The accumulator's transpose, rounded to BF16."""
+        for c in cutlass.range_constexpr(self.chunks):
+            values = [acc[c * 32 + i] for i in range(32)]
+            chunk, chunk_phase = self.staging.put_transposed(
+                values, stores, sD_address, warp_row, chunk, chunk_phase
+            )
+        return chunk, chunk_phase
+
     # ---- weight gradients ----
 
     @cute.jit
     def accumulator_address(self, prog, entry, sizes, buffers, warp, lane):
         """Where this thread's part of a task's FP32 accumulator lies in buffer 0.
 
-        Layout [2][group tasks][tile_n/2 * … values][256 threads]: element i of a thread is 1 KB after i-1.
+        Layout [2][group tasks][values of a thread][256 threads]: element i of a thread is 1 KB after i-1.
         """
         step = entry.kind % SHARED
-        tile = entry.m * select(step == WDOWN, prog.wdown_n, prog.wgate_n) + entry.n
-        tile += select(step == WDOWN, Int32(0), prog.wdown_tasks)
-        tile += select(step == WUP, prog.wgate_tasks, Int32(0))
+        tile = (step - WDOWN) * prog.w_tasks + entry.m * prog.w_n + entry.n
         values = self.tile.m * self.mainloop.tile_n
         return (
             buffers.accumulators + Int64(tile) * (4 * values) + Int64(((warp - 4) * 32 + lane) * 4)
@@ -276,8 +288,6 @@ class MmaRoles:
         step = entry.kind % SHARED
         is_down = step == WDOWN
         inner = select(entry.kind < SHARED, sizes.intermediate, sizes.shared_intermediate)
-        rows = select(is_down, sizes.hidden, inner)
-        columns = select(is_down, inner, sizes.hidden)
         base = Int64(0)
         if entry.kind < SHARED:
             base = outputs.dw_gate
@@ -291,31 +301,31 @@ class MmaRoles:
                 base = outputs.shared_dw_down
             elif step == WUP:
                 base = outputs.shared_dw_up
-        plane = Int64(entry.expert) * Int64(rows) * Int64(columns)
+        plane = Int64(entry.expert) * Int64(sizes.hidden) * Int64(inner)
         width = 4 if cutlass.const_expr(self.grad_mode.startswith("fp32")) else 2
+        # Bytes from an element of the tile to the next in H and in I.
+        h_step, i_step = Int64(width), Int64(sizes.hidden) * width
+        if is_down:
+            h_step, i_step = Int64(inner) * width, Int64(width)
         for half in cutlass.range_constexpr(2):
-            row = entry.m * self.tile.m + thread_row + 8 * half
-            if row < rows:
-                line = plane + Int64(row) * Int64(columns)
+            h = entry.m * self.tile.m + thread_row + 8 * half
+            if h < sizes.hidden:
+                line = base + plane * width + Int64(h) * h_step
                 for j in cutlass.range_constexpr(self.mainloop.tile_n // 8):
-                    column = entry.n * self.mainloop.tile_n + 8 * j + 2 * (lane % 4)
-                    if column < columns:
-                        self.write_pair(
-                            base + (line + Int64(column)) * width,
-                            acc[4 * j + 2 * half],
-                            acc[4 * j + 2 * half + 1],
-                        )
+                    i = entry.n * self.mainloop.tile_n + 8 * j + 2 * (lane % 4)
+                    if i < inner:
+                        at = line + Int64(i) * i_step
+                        self.write_element(at, acc[4 * j + 2 * half])
+                        self.write_element(at + i_step, acc[4 * j + 2 * half + 1])
 
     @cute.jit
-    def write_pair(self, address: Int64, lo: Float32, hi: Float32):
-        """Two neighbouring elements in the output's dtype, added to what is there in the adding modes."""
+    def write_element(self, address: Int64, value: Float32):
+        """One element in the output's dtype, added to what is there in the adding modes."""
         if cutlass.const_expr(self.grad_mode == "fp32_add"):
-            old_lo, old_hi = ptx.load_f32x2(address)
-            lo, hi = ptx.add_rn(old_lo, lo), ptx.add_rn(old_hi, hi)
+            value = ptx.add_rn(ptx.load_f32(address), value)
         elif cutlass.const_expr(self.grad_mode == "bf16_add"):
-            old_lo, old_hi = ptx.unpack_bf16(ptx.load_u32(address))
-            lo, hi = ptx.add_rn(old_lo, lo), ptx.add_rn(old_hi, hi)
+            value = ptx.add_rn(ptx.load_bf16(address), value)
         if cutlass.const_expr(self.grad_mode.startswith("fp32")):
-            ptx.store_f32x2(address, lo, hi)
+            ptx.store_f32(address, value)
         else:
-            ptx.store_u32(address, ptx.pack_bf16(lo, hi))
+            ptx.store_bf16(address, value)

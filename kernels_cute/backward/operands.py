@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .. import comm
-from ..gemm.sm90 import Tma
+from ..gemm.operands import Tma
 
 LOAD_WARP, STORE_WARP, GATHER_WARP = 0, 1, 2
 THREADS = 384
@@ -46,17 +46,17 @@ class Sources(NamedTuple):
     shared_down_t: Tma
     shared_gate_t: Tma
     shared_up_t: Tma
-    dy_t: Tma
+    dy_t: Tma  # A of weight gradients: dy and x
     dy_ring_t: Tma
-    d_gate_t: Tma
-    d_up_t: Tma
-    shared_d_gate_t: Tma
-    shared_d_up_t: Tma
-    weighted_t: Tma
-    shared_weighted_t: Tma
     x_t: Tma
     saved_x_t: Tma
     replay_x_t: Tma
+    weighted_t: Tma  # B of weight gradients
+    d_gate_t: Tma
+    d_up_t: Tma
+    shared_weighted_t: Tma
+    shared_d_gate_t: Tma
+    shared_d_up_t: Tma
 
 
 class Targets(NamedTuple):

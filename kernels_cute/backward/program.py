@@ -38,7 +38,7 @@ GROUP_WORDS = 5
 
 
 class Task(NamedTuple):
-    """A compute task. ``m`` is the row tile of a weight gradient, ``group`` its group."""
+    """A compute task. ``m`` (of H) and ``n`` (of I) are a weight gradient's tile, ``group`` its group."""
 
     kind: Int
     block: Int
@@ -91,26 +91,22 @@ class Backward(Invariant):
         self.n_up = columns(intermediate, tile.up_n)
         self.n_ddown = columns(intermediate, tile.down_n)
         self.n_dx = columns(hidden, tile.down_n)
-        self.wdown_m, self.wdown_n = columns(hidden, tile.m), self.n_ddown
-        self.wgate_m, self.wgate_n = columns(intermediate, tile.m), self.n_dx
-        self.wdown_tasks = self.wdown_m * self.wdown_n
-        self.wgate_tasks = self.wgate_m * self.wgate_n
-        self.group_tasks = self.wdown_tasks + 2 * self.wgate_tasks
+        # All three weight gradients have H as rows and I as columns of their tiles: dW_down directly,
+        # dW_gate and dW_up transposed, so that what is gathered (dy, x) is the smaller operand.
+        self.w_m, self.w_n = columns(hidden, tile.m), self.n_ddown
+        self.w_tasks = self.w_m * self.w_n
+        self.group_tasks = 3 * self.w_tasks
 
         self.shared_blocks = ops.select(
             shared_intermediate > 0, columns(tokens, tile.m), 0 * tokens
         )
         has_shared = ops.select(shared_intermediate > 0, 1 + 0 * tokens, 0 * tokens)
         self.shared_n_ddown = columns(shared_intermediate, tile.down_n)
-        self.shared_wgate_m = columns(shared_intermediate, tile.m)
-        self.shared_wdown_tasks = self.wdown_m * self.shared_n_ddown
-        self.shared_wgate_tasks = self.shared_wgate_m * self.n_dx
+        self.shared_w_tasks = self.w_m * self.shared_n_ddown
         self.shared_ddown_tasks = self.shared_blocks * self.shared_n_ddown
         self.shared_dx_tasks = self.shared_blocks * self.n_dx
         self.shared_tasks = (
-            self.shared_ddown_tasks
-            + self.shared_dx_tasks
-            + has_shared * (self.shared_wdown_tasks + 2 * self.shared_wgate_tasks)
+            self.shared_ddown_tasks + self.shared_dx_tasks + has_shared * 3 * self.shared_w_tasks
         )
 
     def blocks_in(self, minibatch: Int) -> Int:
@@ -148,10 +144,7 @@ class Backward(Invariant):
             self.shared_blocks,
             select(is_ddown, self.shared_n_ddown, self.n_dx),
         )
-        kind, m, wn = self._weight_task(
-            after_dx, self.shared_wdown_tasks, self.shared_wgate_tasks,
-            self.shared_n_ddown, self.shared_wgate_m,
-        )  # fmt: skip
+        kind, m, wn = self._weight_task(after_dx, self.shared_w_tasks, self.shared_n_ddown)
         kind = select(is_ddown, DDOWN + zero, select(is_dx, DX + zero, kind))
         return Task(kind + SHARED, select(is_dx, block, zero), m, select(is_dx, n, wn), zero, zero)
 
@@ -186,26 +179,13 @@ class Backward(Invariant):
     def weight_task(self, offset: Int) -> tuple[Int, Int, Int, Int]:
         """(kind, m, n, group) of weight-gradient task ``offset`` counted from the first group."""
         group = offset // self.group_tasks
-        kind, m, n = self._weight_task(
-            offset - group * self.group_tasks, self.wdown_tasks, self.wgate_tasks,
-            self.wdown_n, self.wgate_m,
-        )  # fmt: skip
+        kind, m, n = self._weight_task(offset - group * self.group_tasks, self.w_tasks, self.w_n)
         return kind, m, n, group
 
-    def _weight_task(
-        self, offset: Int, wdown_tasks: Int, wgate_tasks: Int, wdown_n: Int, wgate_m: Int
-    ) -> tuple[Int, Int, Int]:
-        select = self.ops.select
-        zero = 0 * offset
-        after_down = offset - wdown_tasks
-        after_gate = after_down - wgate_tasks
-        is_down, is_gate = after_down < 0, after_gate < 0
-        m, n = self._raster(
-            select(is_down, offset, select(is_gate, after_down, after_gate)),
-            select(is_down, self.wdown_m, wgate_m),
-            select(is_down, wdown_n, self.n_dx),
-        )
-        return select(is_down, WDOWN + zero, select(is_gate, WGATE + zero, WUP + zero)), m, n
+    def _weight_task(self, offset: Int, tasks: Int, n_tiles: Int) -> tuple[Int, Int, Int]:
+        which = offset // self.ops.maximum(tasks, 1 + 0 * offset)
+        m, n = self._raster(offset - which * tasks, self.w_m, n_tiles)
+        return WDOWN + which, m, n
 
     def _raster(self, offset: Int, blocks: Int, n_tiles: Int) -> tuple[Int, Int]:
         """As in ``program.Forward``: groups of ``group_m`` row tiles, rows fastest inside."""

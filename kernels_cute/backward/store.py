@@ -29,9 +29,17 @@ class StoreRoles:
             smem, targets.shared_d_gate, targets.shared_d_up, targets.shared_weighted
         )
         dx, shared_dx = to(targets.dx), to(targets.shared_dx)
-        dw_gate, dw_up, dw_down = to(targets.dw_gate), to(targets.dw_up), to(targets.dw_down)
-        shared_dw_gate, shared_dw_up = to(targets.shared_dw_gate), to(targets.shared_dw_up)
-        shared_dw_down = to(targets.shared_dw_down)
+        wide = staging.partition_wide
+        dw = (
+            wide(targets.dw_gate, smem.sD_wide),
+            wide(targets.dw_up, smem.sD_wide),
+            *to(targets.dw_down),
+        )
+        shared_dw = (
+            wide(targets.shared_dw_gate, smem.sD_wide),
+            wide(targets.shared_dw_up, smem.sD_wide),
+            *to(targets.shared_dw_down),
+        )
         up_chunks = self.tile.up_n // staging.CHUNK_N
         slot, slot_phase = Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
@@ -69,14 +77,11 @@ class StoreRoles:
             elif kind != END:
                 if cutlass.const_expr(self.grad_mode == "bf16"):
                     if kind < SHARED and entry.later == 0:
-                        chunk, phase = self.store_gradient(
-                            stores, (dw_gate, dw_up, dw_down), entry, kind, chunk, phase
-                        )
+                        chunk, phase = self.store_gradient(stores, dw, entry, kind, chunk, phase)
                     elif kind >= SHARED:
                         chunk, phase = self.store_gradient(
-                            stores, (shared_dw_gate, shared_dw_up, shared_dw_down),
-                            entry, kind - SHARED, chunk, phase,
-                        )  # fmt: skip
+                            stores, shared_dw, entry, kind - SHARED, chunk, phase
+                        )
             steps = entry.k_tiles
             if kind == DDOWN or kind == SHARED + DDOWN:
                 steps += self.chunks
@@ -116,18 +121,23 @@ class StoreRoles:
 
     @cute.jit
     def store_gradient(self, stores, outputs, entry, kind, chunk, phase):
-        """A tile of dW_gate, dW_up or dW_down of the entry's expert."""
+        """A tile of dW_gate or dW_up (transposed), or of dW_down, of the entry's expert."""
         gate, up, down = outputs
         if kind == WDOWN:
             chunk, phase = self.staging.store_tile(
-                stores, down, entry.m, entry.n, self.chunks, entry.expert, chunk, phase
+                stores, (down,), entry.m, entry.n, self.chunks, entry.expert, chunk, phase
             )
         elif kind == WGATE:
-            chunk, phase = self.staging.store_tile(
-                stores, gate, entry.m, entry.n, self.chunks, entry.expert, chunk, phase
-            )
+            chunk, phase = self.store_transposed(stores, gate, entry, chunk, phase)
         else:
-            chunk, phase = self.staging.store_tile(
-                stores, up, entry.m, entry.n, self.chunks, entry.expert, chunk, phase
+            chunk, phase = self.store_transposed(stores, up, entry, chunk, phase)
+        return chunk, phase
+
+    @cute.jit
+    def store_transposed(self, stores, target, entry, chunk, phase):
+        """Rows are the tile's columns of I, 64 at a time; columns its 128 of H."""
+        for c in cutlass.range_constexpr(self.chunks):
+            chunk, phase = self.staging.store(
+                stores, target, entry.n * self.chunks + c, entry.m, entry.expert, chunk, phase
             )
         return chunk, phase

@@ -6,17 +6,17 @@ and frees it. A tile's counter is signalled only once its stores are in memory.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
 
-from .. import ptx, sync
-from ..gemm.sm90 import Operand, Stages, Tma
+from .. import ptx, ptx_sm100, sync
+from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, sw128_atom
 from ..invariant import Invariant
 from ..sync import advance
 
 
 class Staging(Invariant):
-    """``stages`` buffers of (tile_m, 64) BF16 in the 128-byte swizzle.
+    """``stages`` buffers of (tile_m, 64) BF16 in the 128-byte swizzle, filled from wgmma accumulators.
 
     Args:
         tile_m: rows of a tile.
@@ -25,6 +25,7 @@ class Staging(Invariant):
     """
 
     CHUNK_N = 64
+    PIECES = 1  # calls of ``put`` that fill a buffer
 
     def __init__(self, tile_m: int, producer_warps: int, stages: int = 2):
         self.tile_m = tile_m
@@ -33,10 +34,11 @@ class Staging(Invariant):
 
     def setup(self) -> None:
         """Build the layout (host and device code each need their own)."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        self.layout = cute.tile_to_shape(
-            atom, (self.tile_m, self.CHUNK_N, self.stages), order=(0, 1, 2)
-        )
+        shape = (self.tile_m, self.CHUNK_N, self.stages)
+        self.layout = cute.tile_to_shape(sw128_atom(), shape, order=(0, 1, 2))
+        # The same bytes for a transposed chunk: two halves of 64 of its tile_m columns.
+        wide = (self.CHUNK_N, self.tile_m, self.stages)
+        self.wide_layout = cute.tile_to_shape(sw128_atom(), wide, order=(0, 1, 2))
 
     def init_barriers(self, bars: Stages) -> None:
         """full: one arrival per producer warp; empty: the store warp's."""
@@ -46,50 +48,79 @@ class Staging(Invariant):
 
     def tma_store(self, tensor: cute.Tensor) -> Tma:
         """Stores of (tile_m, 64) chunks to (rows, columns, batch); what lies outside is not written."""
-        layout = cute.slice_(self.layout, (None, None, 0))
-        return Tma(
-            *cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (self.tile_m, self.CHUNK_N)
-            )
-        )
+        op = cpasync.CopyBulkTensorTileS2GOp()
+        return make_tma(op, tensor, self.layout, (self.tile_m, self.CHUNK_N))
+
+    def tma_store_wide(self, tensor: cute.Tensor) -> Tma:
+        """Stores of transposed (64, tile_m) chunks to (rows, columns, batch)."""
+        op = cpasync.CopyBulkTensorTileS2GOp()
+        return make_tma(op, tensor, self.wide_layout, (self.CHUNK_N, self.tile_m))
+
+    def partition_wide(self, tma: Tma, sD: cute.Tensor) -> Operand:
+        """``partition`` for transposed chunks; ``sD`` is the buffers' view in ``wide_layout``."""
+        return partition(tma, sD, (self.CHUNK_N, self.tile_m))
 
     def partition(self, tma: Tma, sD: cute.Tensor) -> Operand:
         """Partition a store target into chunks: global (TMA, row tile, column, batch), shared (TMA, stage)."""
-        gD = cute.local_tile(tma.tensor, (self.tile_m, self.CHUNK_N), (None, None, None))
-        tDsD, tDgD = cpasync.tma_partition(
-            tma.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sD, 0, 2),
-            cute.group_modes(gD, 0, 2),
-        )
-        return Operand(tma.atom, tDgD, tDsD)
+        return partition(tma, sD, (self.tile_m, self.CHUNK_N))
 
-    def put(self, values, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32):
-        """Round 64 columns of this warp's 16 rows to BF16 into buffer ``chunk`` and hand it over.
-
-        ``values``: 32 FP32 of the thread in wgmma's accumulator order (per 8 columns: two of row lane/4,
-        two of row lane/4+8). Other arguments and result as ``put_packed``.
-        """
-        packed = [ptx.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(16)]
-        return self.put_packed(packed, bars, sD_row, row, chunk, phase)
+    def put(
+        self, values, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32,
+        piece: int = 0,
+    ):  # fmt: skip
+        """Round FP32 ``values`` in the order of ``write`` to BF16; otherwise as ``put_packed``."""
+        packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        return self.put_packed(packed, bars, sD_row, row, chunk, phase, piece)
 
     @cute.jit
     def put_packed(
-        self, packed, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32
-    ):
-        """Write 64 columns of this warp's 16 rows into buffer ``chunk`` and hand it over.
+        self, packed, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32,
+        piece: cutlass.Constexpr[int] = 0,
+    ):  # fmt: skip
+        """Write piece ``piece`` of 64 columns of this warp's rows into buffer ``chunk``; hand over the last.
 
-        ``packed``: 16 BF16x2 of the thread in accumulator order. ``row``: the tile row whose address this
-        lane gives stmatrix (lane%16 of the warp's rows); ``sD_row``: its address in buffer 0. Returns the
-        next (chunk, phase).
+        ``packed``: 16 BF16x2 of the thread in the order of ``write``. ``row``: the tile row whose address
+        this lane gives; ``sD_row``: its address in buffer 0. Returns the next (chunk, phase).
+        """
+        if cutlass.const_expr(piece == 0):
+            cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
+        self.write(packed, sD_row + chunk * (self.tile_m * self.CHUNK_N * 2), row, piece)
+        if cutlass.const_expr(piece == self.PIECES - 1):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(bars.full + chunk)
+            chunk, phase = advance(chunk, phase, self.stages)
+        return chunk, phase
+
+    def write(self, packed, address: Int32, row: Int32, piece: int) -> None:
+        """64 columns in wgmma's accumulator order (per 8: two of row lane/4, two of row lane/4+8).
+
+        ``row`` is lane%16 of the warp's rows.
+        """
+        lane = cute.arch.lane_idx()
+        for j in range(4):
+            column = 2 * j + lane // 16
+            ptx.stmatrix_x4(address + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4])
+
+    @cute.jit
+    def put_transposed(
+        self, values, bars: Stages, sD_address: Int32, warp_row: Int32, chunk: Int32, phase: Int32
+    ):
+        """``put`` of a chunk's transpose: 64 rows of ``tile_m`` columns, of which this warp has 16.
+
+        ``warp_row``: the tile row (here: column) where the warp's 16 begin. Other arguments as ``put``.
         """
         cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
-        base = sD_row + chunk * (self.tile_m * self.CHUNK_N * 2)
         lane = cute.arch.lane_idx()
+        base = sD_address + chunk * (self.tile_m * self.CHUNK_N * 2) + warp_row // 64 * 8192
+        column = warp_row % 64 // 8 + lane // 8 % 2  # 16-byte column of this lane's address
         for j in cutlass.range_constexpr(4):
-            column = 2 * j + lane // 16
-            ptx.stmatrix_x4(base + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4])
+            packed = [
+                ptx.pack_bf16(values[8 * j + 2 * i], values[8 * j + 2 * i + 1]) for i in range(4)
+            ]
+            row = 16 * j + lane // 16 * 8 + lane % 8
+            ptx.stmatrix_x4_trans(base + row * 128 + ((column ^ (row % 8)) << 4), *packed)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
@@ -137,3 +168,17 @@ class Staging(Invariant):
         cute.arch.cp_async_bulk_wait_group(0)
         cute.arch.fence_proxy("async.global")
         cute.arch.sync_warp()
+
+
+class RowStaging(Staging):
+    """The same buffers filled from tensor memory, where a thread holds columns of one row."""
+
+    PIECES = 2
+
+    def write(self, packed, address: Int32, row: Int32, piece: int) -> None:
+        """Columns 32*piece … 32*piece+31 of this thread's row ``row``."""
+        for j in range(4):
+            column = 4 * piece + j
+            ptx_sm100.shared_store_16(
+                address + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4]
+            )

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mok.kernels_cute.backward import program as pb
-from mok.kernels_cute.program import Tile
 from mok.kernels_cute.backward.program import Backward, make_plan
+from mok.kernels_cute.program import Tile
 
 
 @st.composite
@@ -68,9 +68,8 @@ def test_all_work_once(case):
     weights = Counter((t.kind, t.m, t.n, t.group) for t in tasks if pb.WDOWN <= t.kind <= pb.WUP)
     want = Counter()
     for g in range(len(plan.groups)):
-        want.update((pb.WDOWN, m, n, g) for m in range(p.wdown_m) for n in range(p.wdown_n))
-        for kind in (pb.WGATE, pb.WUP):
-            want.update((kind, m, n, g) for m in range(p.wgate_m) for n in range(p.wgate_n))
+        for kind in (pb.WDOWN, pb.WGATE, pb.WUP):
+            want.update((kind, m, n, g) for m in range(p.w_m) for n in range(p.w_n))
     assert weights == want
     assert sum(g[2] - g[1] for g in plan.groups) == p.blocks
     shared = Counter((t.kind - pb.SHARED, t.block, t.m, t.n) for t in tasks if t.kind > pb.SHARED)

@@ -42,6 +42,8 @@ def op_try_cancel(machine: Machine, w: Warp, op: Any) -> None:
                 words[1:] = [o * c for o, c in zip(origin, machine.request.cluster, strict=True)]
             at = dst & _OFFSET
             for rank in targets:
+                if machine.checker is not None:
+                    machine.checker.smem(cluster.ctas[rank], at, 16, True)
                 cluster.ctas[rank].smem[at : at + 16] = words.view(np.uint8)
                 complete_tx(machine, cluster, rank, barrier & _OFFSET, 16)
 

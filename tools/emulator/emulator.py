@@ -11,8 +11,9 @@ import numpy as np
 
 from mok.tools.emulator import clc, encode_mem, encode_ops, tcgen05, tma, wgmma  # noqa: F401
 from mok.tools.emulator import layout as L
+from mok.tools.emulator.checkers import Finding
 from mok.tools.emulator.encode import Encoder, Program
-from mok.tools.emulator.errors import EmulatorError, LaunchError
+from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.intercept import Interceptor, LaunchRequest
 from mok.tools.emulator.machine import LIMITS, Machine
 from mok.tools.emulator.ptx_parser import Module, parse
@@ -52,6 +53,8 @@ class Report:
     arch: str
     seed: int | None
     launches: list[LaunchRecord] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
 
 class Emulator:
@@ -59,7 +62,8 @@ class Emulator:
 
     ``arch``: "sm_90a", "sm_100a" or "sm_103a".  ``num_sms``: SMs of the emulated device.
     ``seed``: None for a plain, fast machine; an int for the adversarial one, whose interleaving
-    and asynchronous completions the seed decides.  Once ``register`` was called, an access to
+    and asynchronous completions the seed decides.  ``check``: look for data races and reads of
+    memory that nothing has written (by default with a seed only: it costs time).  Once ``register`` was called, an access to
     global memory outside every registered tensor is an error.
 
     Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
@@ -67,12 +71,18 @@ class Emulator:
     """
 
     def __init__(
-        self, arch: str, num_sms: int | None = None, num_gpus: int = 1, seed: int | None = None
+        self,
+        arch: str,
+        num_sms: int | None = None,
+        num_gpus: int = 1,
+        seed: int | None = None,
+        check: bool | None = None,
     ) -> None:
         if arch not in LIMITS:
             raise EmulatorError("the architecture must be emulated", arch, f"use {list(LIMITS)}")
         self.arch, self.seed, self.num_gpus = arch, seed, num_gpus
         self.num_sms = num_sms or (132 if arch == "sm_90a" else 148)
+        self.check = seed is not None if check is None else check
         self.report = Report(arch, seed)
         self._ranges: dict[int, int] = {}
         self._keep: list[Any] = []
@@ -91,6 +101,16 @@ class Emulator:
                 start = t.__array_interface__["data"][0]
                 self._ranges[start] = start + t.nbytes
             self._keep.append(t)
+
+    def register_live(self) -> None:
+        """Registers every CPU tensor of torch that is alive now."""
+        import gc
+
+        import torch
+
+        for obj in gc.get_objects():
+            if type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.numel():
+                self.register(obj)
 
     def __enter__(self) -> "Emulator":
         interceptor = Interceptor(self._launch, self.arch, self.num_sms)
@@ -124,15 +144,28 @@ class Emulator:
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
         machine = Machine(
             program, request, LIMITS[self.arch], self.num_sms, dict(handlers()),
-            self._merged_ranges(symbols, program), self.seed, symbols,
+            self._merged_ranges(symbols, program), self.seed, symbols, self.check,
         )
-        machine.run()
+        try:
+            machine.run()
+        except KernelFault as exc:
+            self.report.findings.extend(machine.findings())
+            self.report.faults.append(str(exc))
+            exc.report = self.report
+            raise
+        found = machine.findings()
+        self.report.findings.extend(found)
         self.report.launches.append(
             LaunchRecord(
                 request.kernel, request.grid, time.perf_counter() - start,
                 int(machine.x[L.X_STEPS]), machine.python_calls,
             )
         )
+        if found:
+            raise KernelFault(
+                f"the checkers found {len(found)} problems", "\n  ".join(map(str, found[:8])),
+                "the emulator's report holds all of them", self.report,
+            )
 
     def _merged_ranges(self, symbols: dict[str, int], program: Program) -> list[tuple[int, int]]:
         if not self._ranges:

@@ -57,7 +57,7 @@ def _ld(e: Encoder, ins: Instruction) -> None:
     item = dst[1][0] if dst[0] == "v" else dst
     x = space_of(ins) | _log2(size) << 3 | int(kind[0] == "s") << 8
     x |= _log2(_reg_bytes(e, item)) << 9 if kind[0] == "s" else 3 << 9
-    x |= int(bool(_ORDERED & set(ins.mods))) << 16
+    x |= int(bool(_ORDERED & set(ins.mods))) << 16 | int("acquire" in ins.mods) << 17
     e.emit(L.OP_LD, a=a, y=offset, x=x, ext=rows, n=len(rows))
 
 
@@ -69,7 +69,8 @@ def _st(e: Encoder, ins: Instruction) -> None:
     dst, src = ins.operands[:2]
     rows, size = _vector(e, src, type_size(ins.mods[-1]))
     a, offset = e.address(dst)
-    x = space_of(ins) | _log2(size) << 3 | int("release" in ins.mods) << 17
+    strong = bool((_ORDERED | {"release"}) & set(ins.mods))
+    x = space_of(ins) | _log2(size) << 3 | int(strong) << 16 | int("release" in ins.mods) << 17
     e.emit(L.OP_ST, a=a, y=offset, x=x, ext=rows, n=len(rows))
 
 
@@ -104,8 +105,11 @@ def _atom(e: Encoder, ins: Instruction) -> None:
         rows = rows + out
     number = _ATOMIC_TYPE.get(kind, M.T_S if kind[0] == "s" else M.T_U)
     a, offset = e.address(address)
+    mods = set(ins.mods)
+    order = int(bool(mods & {"acquire", "acq_rel"})) << 17
+    order |= int(bool(mods & {"release", "acq_rel"})) << 18
     e.emit(
-        L.OP_ATOM, d=d, a=a, y=offset, x=space_of(ins) | _log2(size) << 3,
+        L.OP_ATOM, d=d, a=a, y=offset, x=space_of(ins) | _log2(size) << 3 | order,
         c=None if compare is None else e.row(compare, size),
         e=_ATOMIC[op] | number << 8, e_raw=True, ext=rows, n=n,
     )
@@ -252,10 +256,12 @@ def _isspacep(e: Encoder, ins: Instruction) -> None:
 
 @handles("fence", "membar")
 def _fence(e: Encoder, ins: Instruction) -> None:
-    if "tensormap::generic" in ins.mods or any("tensormap" in m for m in ins.mods):
-        e.emit(L.OP_FENCE)
-        return
-    e.emit(L.OP_FENCE)
+    kind = 0
+    if "mbarrier_init" in ins.mods or any("tensormap" in m or "alias" in m for m in ins.mods):
+        kind = 2
+    elif "proxy" in ins.mods:
+        kind = 1
+    e.emit(L.OP_FENCE, x=kind)
 
 
 @handles("nanosleep")
@@ -313,11 +319,15 @@ def _cp(e: Encoder, ins: Instruction) -> None:
     elif name.startswith("cp.async.mbarrier.arrive"):
         if "noinc" in ins.mods:
             a, offset = e.address(ins.operands[0])
-            e.emit(L.OP_MBAR_ARRIVE, a=a, b=None, y=offset, x=2, z=space_of(ins), e=0, e_raw=True)
+            e.emit(L.OP_MBAR_ARRIVE, a=a, b=None, y=offset, x=2, z=space_of(ins), e=4, e_raw=True)
         else:
             e.emit(L.OP_NOP)  # raises the pending count, then arrives: no change
-    elif name.startswith(("cp.async.commit_group", "cp.async.wait")):
-        e.emit(L.OP_NOP)
+    elif name == "cp.async.commit_group":
+        e.emit(L.OP_CPA, x=0)
+    elif name == "cp.async.wait_group":
+        e.emit(L.OP_CPA, x=1, y=ins.operands[0][1])
+    elif name == "cp.async.wait_all":
+        e.emit(L.OP_CPA, x=2)
     elif name.startswith("cp.async.c"):
         operands = [o for o in ins.operands]
         if _HINT in ins.mods:

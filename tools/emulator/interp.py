@@ -28,6 +28,7 @@ from mok.tools.emulator.layout import (
     I_SYNC,
     I_TARGET,
     I_X,
+    I_Y,
     OP_ACTIVEMASK,
     OP_ATOM,
     OP_BAR,
@@ -36,6 +37,7 @@ from mok.tools.emulator.layout import (
     OP_CLUSTER_ARRIVE,
     OP_CLUSTER_WAIT,
     OP_CP_ASYNC,
+    OP_CPA,
     OP_ELECT,
     OP_EXIT,
     OP_FENCE,
@@ -107,6 +109,7 @@ from mok.tools.emulator.layout import (
 )
 from mok.tools.emulator.memops import memory_event, op_atomic, op_cp_async, op_load, op_store
 from mok.tools.emulator.memory import fault, load
+from mok.tools.emulator.race import cpa_group, fence
 from mok.tools.emulator.syncops import (
     FULL,
     cluster_arrive,
@@ -216,11 +219,11 @@ def step_sync(X, W, c, R, m, pc, op):
     if op == OP_LD:
         return op_load(X, W, c, R, m, pc)
     if op == OP_ST:
-        return op_store(X, W, c, R, m)
+        return op_store(X, W, c, R, m, pc)
     if op == OP_ATOM:
         return op_atomic(X, W, c, R, m, pc)
     if op == OP_CP_ASYNC:
-        return op_cp_async(X, W, c, R, m)
+        return op_cp_async(X, W, c, R, m, pc)
     if op == OP_MBAR_ARRIVE:
         return 0 if mbar_op(X, W, c, R, m) else 2
     if op == OP_MBAR_WAIT:
@@ -230,15 +233,15 @@ def step_sync(X, W, c, R, m, pc, op):
             return 0
         return 2 if ld64(W + 8 * W_SLEEP) == SLEEP_NO else 3
     if op == OP_LDMATRIX:
-        return 0 if ldmatrix(X, W, c, R, m) else 2
+        return 0 if ldmatrix(X, W, c, R, m, pc) else 2
     if op == OP_STMATRIX:
         memory_event(X, W)
-        return 0 if stmatrix(X, W, c, R, m) else 2
+        return 0 if stmatrix(X, W, c, R, m, pc) else 2
     if op == OP_CLUSTER_ARRIVE:
-        cluster_arrive(X, W, m)
+        cluster_arrive(X, W, m, ld32(c + 4 * I_X))
         return 0
     if op == OP_CLUSTER_WAIT:
-        return 0 if cluster_wait(W, m, pc) else 3
+        return 0 if cluster_wait(X, W, m, pc) else 3
     return 2
 
 
@@ -374,7 +377,15 @@ def run_warp(X, W, quantum):
             elif op == OP_NANOSLEEP:
                 pc += 1
                 quantum = count
-            elif op == OP_SYNCWARP or op == OP_FENCE:
+            elif op == OP_SYNCWARP:
+                pc += 1
+            elif op == OP_FENCE:
+                kind = ld32(c + 4 * I_X)
+                if kind < 2:
+                    fence(X, W, kind)
+                pc += 1
+            elif op == OP_CPA:
+                cpa_group(X, W, ld32(c + 4 * I_X), ld32(c + 4 * I_Y))
                 pc += 1
             elif op in (OP_SHFL, OP_VOTE, OP_MATCH, OP_REDUX, OP_ELECT, OP_ACTIVEMASK, OP_CLOCK,
                         OP_MAPA, OP_ISSPACE):

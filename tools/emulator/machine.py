@@ -10,6 +10,7 @@ import numpy as np
 
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.asyncops import AsyncEngine, BulkOps
+from mok.tools.emulator.checkers import Checker, Finding
 from mok.tools.emulator.encode import Program, PyOp
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.intercept import LaunchRequest
@@ -45,7 +46,8 @@ class Warp:
         self.state = state
         self.regs = regs
         self.cta: Cta = None  # type: ignore[assignment]
-        self.queue: Any = None
+        self.open_ops: list[Any] = []  # asynchronous MMAs since the last commit
+        self.groups: list[list[Any]] = []  # committed ones, oldest first
 
     @property
     def mask(self) -> int:
@@ -86,7 +88,7 @@ class Cta:
     cluster: "Cluster" = None  # type: ignore[assignment]
     rank: int = 0
     coords: tuple[int, int, int] = (0, 0, 0)
-    tmem: Any = None
+    on_read: Callable[..., None] | None = None  # told of the chunks that an MMA reads
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -119,6 +121,7 @@ class Machine(BulkOps):
         ranges: list[tuple[int, int]],
         seed: int | None = None,
         global_symbols: dict[str, int] | None = None,
+        check: bool = False,
     ) -> None:
         self.program, self.request, self.limits = program, request, limits
         self.num_sms = num_sms
@@ -130,6 +133,7 @@ class Machine(BulkOps):
         self._check_launch()
         self._read_params()
         self._allocate(ranges)
+        self.checker: Checker | None = Checker(self) if check else None
         self.next_cluster = 0
         self.idle_rounds = 0
         self.python_calls = 0
@@ -266,7 +270,7 @@ class Machine(BulkOps):
                 o * c + i for o, c, i in zip(origin, r.cluster, inside, strict=True)
             )
             cta.rank, cta.cluster = rank, cluster
-            cta.extra, cta.tmem = {}, None
+            cta.extra = {}
             cta.smem[:] = POISON
             s[L.L_SMEM + rank] = cta.smem.ctypes.data
             s[L.L_CTA + rank] = cta.state.ctypes.data
@@ -279,6 +283,8 @@ class Machine(BulkOps):
             c[L.C_FIRST_WARP] = cta.warps[0].index
             c[L.C_NUM_WARPS] = len(cta.warps)
             c[L.C_INDEX] = cta.index
+            if self.checker is not None:
+                self.checker.start_cta(cta)
             for w in cta.warps:
                 self._start_warp(w, origin, inside)
 
@@ -294,7 +300,10 @@ class Machine(BulkOps):
         w.state[L.W_STATE] = L.STATE_RUN
         w.state[L.W_MASK] = w.state[L.W_ALIVE] = mask
         w.state[L.W_POLL_PC] = -1
-        w.queue = None
+        w.open_ops, w.groups = [], []
+        w.state[L.W_AGENT] = w.index
+        if self.checker is not None:
+            self.checker.start_warp(w)
         np.copyto(w.regs, self.template)
         for row, name, offset in self.program.specials:
             w.regs[row] = self._special(name, offset, w, k, origin, inside)
@@ -451,10 +460,19 @@ class Machine(BulkOps):
 
     # -- reports ----------------------------------------------------------------------------------
 
+    def findings(self) -> list[Finding]:
+        """What the checkers have found so far."""
+        return self.checker.findings() if self.checker is not None else []
+
     def where(self, w: Warp, pc: int) -> str:
+        """A warp and an instruction, in words."""
+        return f"CTA {w.cta.coords} warp {int(w.state[L.W_INDEX])}, {self.place(pc)}"
+
+    def place(self, pc: int) -> str:
+        """An instruction: its PTX line and text, and its source line where known."""
         ins = self.program.source[min(pc, len(self.program.source) - 1)]
         text = ins.text if len(ins.text) <= 120 else ins.text[:117] + "..."
-        place = f"CTA {w.cta.coords} warp {int(w.state[L.W_INDEX])}, PTX line {ins.line}: {text}"
+        place = f"PTX line {ins.line}: {text}"
         if ins.loc != (0, 0):
             file = self.program.module.files.get(ins.loc[0], "?")
             place += f" ({file}:{ins.loc[1]})"

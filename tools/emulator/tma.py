@@ -100,6 +100,15 @@ class _Region:
         self.strides = strides[::-1]
         self.slices = tuple(slice(low, h) for low, h in zip(lo, hi, strict=True))[::-1]
 
+    def track(self, machine: Machine, write: bool) -> None:
+        """Tells the checkers which bytes the running operation touches."""
+        if machine.checker is None:
+            return
+        width = self.shape[-1] * self.tm.itemsize
+        for index in np.ndindex(*self.shape[:-1]):
+            at = sum(i * s for i, s in zip(index, self.strides, strict=False))
+            machine.checker.global_memory(self.address + at, width, write)
+
     def view(self, machine: Machine) -> np.ndarray:
         """The tensor's memory as an array, outermost dimension first."""
         extent = self.tm.itemsize + sum(
@@ -124,6 +133,7 @@ def read_box(machine: Machine, tm: TensorMap, coords: list[int]) -> np.ndarray:
     region = _Region(tm, coords)
     tile = np.zeros(tm.box[::-1], dtype=_TYPES[tm.code])
     if not region.empty:
+        region.track(machine, False)
         tile[region.slices] = region.view(machine)
     return tile.reshape(-1).view(np.uint8)
 
@@ -152,6 +162,7 @@ def write_box(
         return
     tile = data.view(_TYPES[tm.code]).reshape(tm.box[::-1])[region.slices]
     target = region.view(machine)
+    region.track(machine, True)
     if op is None:
         target[...] = tile
     else:
@@ -258,11 +269,16 @@ def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
     mods = op.ins.mods
     reduce = next((m for m in mods if m in _REDUCE), None) if mods[1] == "reduce" else None
     scatter = "tile::scatter4" in mods
+    # Lanes that store the same box count as one operation, as the uniform datapath issues it.
+    boxes: dict[tuple[Any, ...], list[int]] = {}
     for lane in w.lanes():
         tm_row, coord = op.operands[0][1][:2]
-        tm = tensor_map(w.value(tm_row, lane))
-        coords = _coords(w, coord, lane)
-        src = generic_smem(_mem(w, op.operands[1], lane))
+        key = (w.value(tm_row, lane), tuple(_coords(w, coord, lane)),
+               generic_smem(_mem(w, op.operands[1], lane)), lane if reduce else -1)
+        boxes.setdefault(key, []).append(lane)
+    for (map_address, box, src, _), lanes in boxes.items():
+        tm = tensor_map(map_address)
+        coords = list(box)
         size = int(np.prod(tm.box)) * tm.itemsize * (4 if scatter else 1)
 
         def write(data: np.ndarray, tm: TensorMap = tm, coords: list[int] = coords) -> None:
@@ -273,7 +289,7 @@ def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
             else:
                 write_box(machine, tm, coords, data, reduce)
 
-        machine.submit_store(w, lane, src, size, tm.swizzle, write)
+        machine.submit_store(w, lanes, src, size, tm.swizzle, write)
 
 
 _REDUCE = {"add", "min", "max", "and", "or", "xor", "inc", "dec"}
@@ -284,8 +300,10 @@ _REDUCE_TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-def global_bytes(machine: Machine, address: int, size: int) -> np.ndarray:
+def global_bytes(machine: Machine, address: int, size: int, write: bool = False) -> np.ndarray:
     machine.check_global(address, size)
+    if machine.checker is not None:
+        machine.checker.global_memory(address, size, write)
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
 
 
@@ -306,14 +324,14 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
 
             def write(data: np.ndarray, dst: int = dst, size: int = size, types: Any = types,
                       kind: str | None = kind) -> None:
-                out = global_bytes(machine, dst, size)
+                out = global_bytes(machine, dst, size, True)
                 if kind is None or types is None:
                     out[:] = data
                 else:
                     view = out.view(types[0])
                     view[:] = combine(kind, view, data.view(types[0]), types[1])
 
-            machine.submit_store(w, lane, generic_smem(src), size, 0, write)
+            machine.submit_store(w, [lane], generic_smem(src), size, 0, write)
             continue
         barrier = generic_smem(_mem(w, op.operands[3], lane))
         dst = generic_smem(dst)
@@ -331,9 +349,16 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
                 at = source & _OFFSET
                 if reduce:
                     raise EmulatorError("reductions into shared memory are not implemented", mods)
-                read = lambda cta=cta, at=at, size=size: read_smem(cta, at, size, 0)  # noqa: E731
+
+                def read(cta: Cta = cta, at: int = at, size: int = size) -> np.ndarray:
+                    if machine.checker is not None:
+                        machine.checker.smem(cta, at, size, False)
+                    return read_smem(cta, at, size, 0)
             else:
-                read = lambda src=src, size=size: global_bytes(machine, src, size).copy()  # noqa: E731
+
+                def read(src: int = src, size: int = size) -> np.ndarray:  # type: ignore[misc]
+                    return global_bytes(machine, src, size).copy()
+
             machine.submit_load(
                 w, target, dst & _OFFSET, size, read, 0, (owner, barrier & _OFFSET)
             )

@@ -53,6 +53,8 @@ def read_operand(
         raise EmulatorError(
             "an MMA operand must lie inside shared memory", f"start {start:#x}, {rows} rows"
         )
+    if cta.on_read is not None:
+        cta.on_read(cta, addr >> 4)
     chunks = cta.smem.reshape(-1, 16)[addr >> 4]
     if not mn_major:
         return chunks.reshape(rows, k_bytes)
@@ -168,32 +170,23 @@ def op_mma(machine: Machine, w: Warp, op: Any) -> None:
             product += _fragment(d_rows, w, n)
         _scatter(d_rows, w, n, product)
 
-    if w.queue is None:
-        w.queue = []  # identity of this warp's ordered queue, and its committed group ends
-    machine.engine.submit("wgmma", w, [run], queue=w.queue)
+    w.open_ops.append(machine.engine.submit("wgmma", w, [run], queue=w.groups))
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:
-    if machine.engine.immediate:
-        return
-    open_ops = [p for p in machine.engine.pending if p.queue is w.queue and w.queue is not None]
-    known = [p for group in w.queue or [] for p in group]
-    group = [p for p in open_ops if not any(p is q for q in known)]
-    if w.queue is None:
-        w.queue = []
-    w.queue.append(group)
+    w.groups.append(w.open_ops)
+    w.open_ops = []
 
 
 def op_wait(machine: Machine, w: Warp, op: Any) -> Any:
     """wgmma.wait_group N: completes all but the newest N groups of the warp."""
-    if machine.engine.immediate or not w.queue:
-        return None
     keep = op.ins.operands[0][1]
-    while len(w.queue) > keep:
-        for p in w.queue[0]:
+    while len(w.groups) > keep:
+        for p in w.groups.pop(0):
             while not p.finished:
                 machine.engine.step(p)
-        w.queue.pop(0)
+            if machine.checker is not None:
+                machine.checker.observe(w, p.agent)
     return None
 
 
