@@ -180,11 +180,7 @@ class MoELayer(nn.Module):
             raise ShapeError(f"x must have the shape [..., {self.spec.hidden_size}]", list(x.shape))
         flat = x.reshape(-1, self.spec.hidden_size)
         weights, ids = self._route(flat, router_weights, top_experts)
-        scale = None
-        if self.shared_scale is not None:
-            scale = linear_fp32(flat, self.shared_scale[None])[:, 0].sigmoid()
-        out = self._experts(flat.to(torch.bfloat16), weights, ids, scale)
-        return out.reshape(x.shape).to(x.dtype)
+        return self._compute(flat, weights, ids).reshape(x.shape).to(x.dtype)
 
     def _route(
         self, flat: Tensor, weights: Tensor | None, ids: Tensor | None
@@ -201,10 +197,15 @@ class MoELayer(nn.Module):
             raise ShapeError(
                 "a layer without a router needs router_weights and top_experts", "None"
             )
-        topk = self.spec.topk
-        return weights.reshape(-1, topk).float(), ids.reshape(-1, topk)
+        return weights, ids
 
-    def _experts(self, x: Tensor, weights: Tensor, ids: Tensor, scale: Tensor | None) -> Tensor:
+    def _compute(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """BF16 [T, H] from x [T, H] and routes [..., K]."""
+        scale = None
+        if self.shared_scale is not None:
+            scale = linear_fp32(x, self.shared_scale[None])[:, 0].sigmoid()
+        x, topk = x.to(torch.bfloat16), self.spec.topk
+        weights, ids = weights.reshape(-1, topk).float(), ids.reshape(-1, topk)
         parameters = (
             self.routed_gate, self.routed_up, self.routed_down,
             self.shared_gate, self.shared_up, self.shared_down,
@@ -232,6 +233,15 @@ class MoELayer(nn.Module):
         while self._grown * ranks < tokens:
             self._grown *= 2
         return self._grown
+
+    # ------------------------------------------------------------------ transformers
+
+    @staticmethod
+    def from_hf(module: nn.Module, **options: Any) -> MoELayer:
+        """The layer that computes what an MoE block of transformers does; see ``mok.hf``."""
+        from mok import hf
+
+        return hf.from_hf(module, **options)
 
     # ------------------------------------------------------------------ looking in
 

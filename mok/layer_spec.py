@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mok import functional
 from mok.config import Config, Shape
-from mok.errors import DeviceError, MokError
+from mok.errors import MokError
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group
@@ -113,11 +113,6 @@ def _machine(device: torch.device) -> tuple[str, int]:
     emulator: Any = active_emulator()
     if emulator is not None:
         return emulator.arch, int(emulator.num_sms)
-    if device.type != "cuda":
-        raise DeviceError(
-            "the layer runs on an NVIDIA GPU", device,
-            "Move model and input to 'cuda'; without a GPU, use mok.reference or the emulator",
-        )  # fmt: skip
     from mok.runtime.device import device_info, require_arch
 
     info = require_arch(device)
