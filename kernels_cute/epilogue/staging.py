@@ -134,8 +134,12 @@ class Staging(Invariant):
     ):  # fmt: skip
         """Store one chunk (whole store warp) and free its buffer once it has been read."""
         cute.arch.mbarrier_wait(bars.full + chunk, phase)
-        cute.copy(target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch])
-        cute.arch.cp_async_bulk_commit_group()
+        # Unlike a TMA load, a store of the DSL does not elect a lane: PTX would issue one per lane.
+        with cute.arch.elect_one():
+            cute.copy(
+                target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch]
+            )
+            cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
