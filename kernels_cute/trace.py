@@ -41,12 +41,20 @@ _FORWARD_NAMES = {
     COMPUTE: {1: "shared up", 2: "shared down", 3: "up", 4: "down"},
     COMM: {1: "dispatch", 2: "combine"},
 }
-_WEIGHTS = {1: "replay", 2: "dgrad down", 3: "dgrad up", 4: "wgrad down", 5: "wgrad gate", 6: "wgrad up"}
+_WEIGHTS = {
+    1: "replay",
+    2: "dgrad down",
+    3: "dgrad up",
+    4: "wgrad down",
+    5: "wgrad gate",
+    6: "wgrad up",
+}
 NAMES: dict[int, dict[int, dict[int, str]]] = {
     FORWARD: _FORWARD_NAMES,
     RECOMPUTE: _FORWARD_NAMES,
     BACKWARD: {
-        COMPUTE: _WEIGHTS | {8 + kind: f"shared {name}" for kind, name in _WEIGHTS.items() if kind > 1},
+        COMPUTE: _WEIGHTS
+        | {8 + kind: f"shared {name}" for kind, name in _WEIGHTS.items() if kind > 1},
         COMM: {1: "dispatch", 2: "push"},
     },
 }

@@ -118,7 +118,9 @@ def read_records(data: bytes, source: str = "hardware") -> Trace:
     program, rank = int(words[layout.H_PROGRAM]), int(words[layout.H_RANK])
     workers, capacity = int(words[layout.H_WORKERS]), int(words[layout.H_CAPACITY])
     if program not in layout.NAMES or workers < 0 or capacity < 0:
-        raise MokError("the header of a trace must be valid", words[: layout.H_CAPACITY + 1].tolist())
+        raise MokError(
+            "the header of a trace must be valid", words[: layout.H_CAPACITY + 1].tolist()
+        )
     expected = layout.buffer_bytes(workers, capacity)
     if len(data) != expected:
         raise MokError(f"this trace must have {expected} bytes", len(data))

@@ -56,12 +56,16 @@ class Table(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self.constants)
 
-    def replace(self, kind: str = "assumed", source: str = "changed by the caller", **values: float):
+    def replace(
+        self, kind: str = "assumed", source: str = "changed by the caller", **values: float
+    ):
         """A copy with other values; ``name=value``."""
         changed = dict(self.constants)
         for name, value in values.items():
             self[name]  # it must exist
-            changed[name] = _constant(self.origin, name, {"value": value, "kind": kind, "source": source})
+            changed[name] = _constant(
+                self.origin, name, {"value": value, "kind": kind, "source": source}
+            )
         return Table(self.origin, changed)
 
     def as_list(self) -> list[dict[str, Any]]:

@@ -44,7 +44,9 @@ class RankLoad:
 
         ``count`` divides the tile, so that no range crosses experts.
         """
-        starts = np.cumsum(self.blocks_of_expert * self.tile_m) - self.blocks_of_expert * self.tile_m
+        starts = (
+            np.cumsum(self.blocks_of_expert * self.tile_m) - self.blocks_of_expert * self.tile_m
+        )
         expert = spread(self.blocks_of_expert)[first // self.tile_m]
         return np.clip(self.counts[expert] - (first - starts[expert]), 0, count)
 

@@ -128,7 +128,9 @@ def load_machine(name: str | Path) -> Machine:
         path = HERE / "machines" / f"{str(name).lower()}.toml"
         if not path.is_file():
             known = ", ".join(known_machines())
-            raise MokError("the machine must be a known one or a .toml file", str(name), f"Known: {known}")
+            raise MokError(
+                "the machine must be a known one or a .toml file", str(name), f"Known: {known}"
+            )
     return _parse(read_toml(path), str(path.name))
 
 

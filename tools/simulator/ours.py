@@ -11,9 +11,7 @@ from mok.tools.simulator.scenario import Scenario
 from mok.tools.simulator.tilecost import Costs
 from mok.tools.simulator.work import (
     Counters,
-    Items,
     NumpyOps,
-    Pipeline,
     Tasks,
     Work,
     no_items,
@@ -46,7 +44,7 @@ def forward(scenario: Scenario, load: RankLoad) -> Work:
     decoder = fw.Forward(**arguments, ops=NumpyOps)
     ring = not scenario.direct
     tickets = np.arange(p.tasks, dtype=np.int64)
-    kind, block, n, minibatch = (np.broadcast_to(a, tickets.shape) for a in decoder.task(tickets))
+    kind, block, _, minibatch = (np.broadcast_to(a, tickets.shape) for a in decoder.task(tickets))
 
     counters = Counters()
     each = np.arange(p.minibatches, dtype=np.int64)

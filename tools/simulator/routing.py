@@ -90,13 +90,16 @@ def recorded(ids: NDArray[np.integer], shape: Shape, name: str = "recorded") -> 
             f"{ids[rank, token, k]} at rank {rank}, token {token}, k {k}",
         )
     counts = np.stack(
-        [np.bincount(row[row >= 0], minlength=shape.num_experts) for row in ids.reshape(len(ids), -1)]
+        [
+            np.bincount(row[row >= 0], minlength=shape.num_experts)
+            for row in ids.reshape(len(ids), -1)
+        ]
     )
     return Routing(name, np.full(len(ids), ids.shape[1], np.int64), counts.astype(np.int64))
 
 
 def make_routing(text: str, shape: Shape, seed: int = 0) -> Routing:
-    """"balanced", "uniform", "zipf:EXPONENT", or the name of a .npy file of ids.
+    """ "balanced", "uniform", "zipf:EXPONENT", or the name of a .npy file of ids.
 
     Raises:
         MokError: it is none of these, or the file cannot be read.
@@ -115,7 +118,9 @@ def make_routing(text: str, shape: Shape, seed: int = 0) -> Routing:
         try:
             ids = np.load(text, allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise MokError("recorded ids must be a readable .npy file", f"{text}: {error}") from error
+            raise MokError(
+                "recorded ids must be a readable .npy file", f"{text}: {error}"
+            ) from error
         return recorded(ids, shape, Path(text).name)
     raise MokError(
         "the routing must be balanced, uniform, zipf:EXPONENT or a .npy file of ids", repr(text)

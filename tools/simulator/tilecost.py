@@ -89,10 +89,11 @@ class Costs:
         return max(tensor, size * compute_sms / self.machine["l2_bytes_per_s"])
 
     def busy(self, steps: Array, precise: NDArray[np.bool_]) -> Floats:
-        return steps * np.where(precise, self.step_s(True), self.step_s(False))
+        step: Floats = np.where(precise, self.step_s(True), self.step_s(False))
+        return np.asarray(steps * step, np.float64)
 
     def flops(self, steps: Array, precise: NDArray[np.bool_]) -> Floats:
-        return steps * self.step_flops()
+        return np.asarray(steps * self.step_flops(), np.float64)
 
     def neighbours(self, expert: Array, mb_blocks: int) -> Floats:
         """float64 [blocks]: row blocks that share a block's weight tiles while they are in L2."""

@@ -149,13 +149,17 @@ class Builder:
             hidden = self.counters.add(name, [2 * n_up] * blocks)
             block, _ = raster(blocks, 2 * n_up)
             signals: list[Ids] = [(hidden + b,) for b in block]
-            p.add(kind, minibatch, [first + b for b in block], self.h, [ready] * len(block), signals)
+            p.add(
+                kind, minibatch, [first + b for b in block], self.h, [ready] * len(block), signals
+            )
             return hidden
         tile = self.counters.add("gate/up tile", [2] * (blocks * n_up))
         block, n = raster(blocks, n_up)
         signals = [(tile + b * n_up + c,) for b, c in zip(block, n, strict=True)]
         for _ in ("gate", "up"):
-            p.add(kind, minibatch, [first + b for b in block], self.h, [ready] * len(block), signals)
+            p.add(
+                kind, minibatch, [first + b for b in block], self.h, [ready] * len(block), signals
+            )
         follow = SWIGLU if kind == UP else RSWIGLU
         return self.elementwise(
             follow, minibatch, first, blocks, n_up, 6, tile, name, [()] * blocks
@@ -222,7 +226,9 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
     per_group = 3 * b.n_h * b.n_up
     pushes = plan.pushes_of_minibatch()
     if slots:
-        over = [sum(g[1] // b.mb_blocks <= s <= (g[2] - 1) // b.mb_blocks for g in groups) for s in each]
+        over = [
+            sum(g[1] // b.mb_blocks <= s <= (g[2] - 1) // b.mb_blocks for g in groups) for s in each
+        ]
         free = b.counters.add(
             "slot free", [b.rows_in(s) * b.n_h + over[s] * per_group + pushes[s] for s in each]
         )
@@ -246,14 +252,14 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
             return (free + (s if slots else m),)
 
         def weights(wanted: list[tuple[int, int, int]], done: dict[int, int] = done,
-                    m: int = m) -> None:  # fmt: skip
+                    m: int = m, last: int = macro[-1]) -> None:  # fmt: skip
             for _, first, end in wanted:
                 mbs = range(first // b.mb_blocks, (end - 1) // b.mb_blocks + 1)
                 wait = tuple(done[r] for r in range(first, end))
                 signal = tuple(free + s for s in mbs) if slots else (free + m,)
                 for kind in (WDOWN, WUP, WUP):
                     tiles = b.n_h * b.n_up
-                    b.phases.add(kind, macro[-1], [-1] * tiles, (end - first) * TILE,
+                    b.phases.add(kind, last, [-1] * tiles, (end - first) * TILE,
                                  [wait] * tiles, [signal] * tiles)  # fmt: skip
 
         if m and not slots:

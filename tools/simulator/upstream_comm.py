@@ -185,7 +185,9 @@ class CommPlan:
             found += self.pulls([s], waits, dy_ready)
         return found
 
-    def _bring(self, macro: list[int], m: int, waits: list[Ids], dy_ready: int, x_ready: int) -> None:
+    def _bring(
+        self, macro: list[int], m: int, waits: list[Ids], dy_ready: int, x_ready: int
+    ) -> None:
         self._lay(self._pulled(macro, m, waits, dy_ready, x_ready))
 
     def items(self) -> Items:

@@ -54,7 +54,11 @@ def draw(traces: Sequence[Trace], path: Path, dpi: int = 150) -> None:
     axes[-1, 0].set_xlabel("milliseconds")
     if seen:
         figure.legend(
-            seen.values(), seen.keys(), loc="outside lower center", ncols=min(7, len(seen)), fontsize=8
+            seen.values(),
+            seen.keys(),
+            loc="outside lower center",
+            ncols=min(7, len(seen)),
+            fontsize=8,
         )
     figure.savefig(path, dpi=dpi)
     plt.close(figure)
@@ -79,8 +83,12 @@ def _one(axis: Any, trace: Trace, seen: dict[str, Any]) -> None:
     axis.set_ylim(len(order), 0)
     axis.set_ylabel("SM")
     axis.set_yticks([0.5, len(order) - 0.5] if len(order) > 1 else [0.5])
-    axis.set_yticklabels([str(order[0]), str(order[-1])] if len(order) > 1 else [str(o) for o in order])
-    axis.set_title(trace.source + (f" ({trace.lost} records lost)" if trace.lost else ""), fontsize=9)
+    axis.set_yticklabels(
+        [str(order[0]), str(order[-1])] if len(order) > 1 else [str(o) for o in order]
+    )
+    axis.set_title(
+        trace.source + (f" ({trace.lost} records lost)" if trace.lost else ""), fontsize=9
+    )
 
 
 def _pyplot() -> Any:

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-import torch  # noqa: E402
+import torch
 
-from mok.tools.emulator import Emulator, KernelFault, LaunchError  # noqa: E402
-from mok.tools.emulator.cli import emulate  # noqa: E402
+from mok.tools.emulator import Emulator, KernelFault, LaunchError
+from mok.tools.emulator.cli import emulate
 
 pytestmark = pytest.mark.emulator
 
