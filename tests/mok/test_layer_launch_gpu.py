@@ -272,7 +272,9 @@ def test_memcheck_is_clean():
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # every tensor has bounds of its own
     }
     done = subprocess.run(
-        [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", MEMCHECK],
+        # Bindings newer than the driver ask it for entry points it lacks, which is no memory error.
+        [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9",
+         sys.executable, "-c", MEMCHECK],
         env=env, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False,
     )  # fmt: skip
     print(done.stdout[-3000:], done.stderr[-2000:])
