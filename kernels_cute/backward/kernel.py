@@ -339,7 +339,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             if warp == LOAD_WARP:
                 self.load_role(prog, queue, bars, smem, sources, schedule, sizes, buffers, watch)
             elif warp == STORE_WARP:
-                self.store_role(queue, bars, stores, smem, targets, sizes, buffers)
+                self.store_role(prog, queue, bars, stores, smem, targets, sizes, buffers)
             elif warp >= GATHER_WARP:
                 if cutlass.const_expr(self.direct):
                     self.gather_role(thread, queue, bars, smem, schedule, sizes, buffers)

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from .. import ptx, ptx_sm100, sync
 from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, sw128_atom
 from ..invariant import Invariant
-from ..sync import advance
+from ..sync import advance, select
 
 
 class Staging(Invariant):
@@ -130,17 +130,34 @@ class Staging(Invariant):
     @cute.jit
     def store(
         self, bars: Stages, target: Operand, row_tile: Int32, column: Int32, batch: Int32,
-        chunk: Int32, phase: Int32,
+        chunk: Int32, phase: Int32, first: cutlass.Constexpr[bool], last: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Store one chunk (whole store warp) and free its buffer once it has been read."""
+        """Store one chunk of a tile (whole store warp).
+
+        A buffer is freed once it has been read, which is looked after one store later, so that two are
+        on their way; after the ``last`` chunk of the tile all are free.
+        """
         cute.arch.mbarrier_wait(bars.full + chunk, phase)
-        cute.copy(target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        # Unlike a TMA load, a store of the DSL does not elect a lane: PTX would issue one per lane.
+        with cute.arch.elect_one():
+            cute.copy(
+                target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch]
+            )
+            cute.arch.cp_async_bulk_commit_group()
+        if cutlass.const_expr(not first):
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
+            self.free(bars, select(chunk == 0, Int32(self.stages - 1), chunk - 1))
+        if cutlass.const_expr(last):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.free(bars, chunk)
+        return advance(chunk, phase, self.stages)
+
+    @cute.jit
+    def free(self, bars: Stages, chunk: Int32):
+        """Give a buffer back to the MMA warps."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(bars.empty + chunk)
-        return advance(chunk, phase, self.stages)
 
     @cute.jit
     def store_tile(
@@ -148,11 +165,13 @@ class Staging(Invariant):
         batch: Int32, chunk: Int32, phase: Int32,
     ):  # fmt: skip
         """Store column tile ``n`` of each target in turn, 64 columns at a time, as the MMA warps put them."""
-        for c in cutlass.range_constexpr(count):
-            for target in targets:
-                chunk, phase = self.store(
-                    bars, target, row_tile, n * count + c, batch, chunk, phase
-                )
+        chunks = [(c, target) for c in range(count) for target in targets]
+        for i in cutlass.range_constexpr(len(chunks)):
+            c, target = chunks[i]
+            chunk, phase = self.store(
+                bars, target, row_tile, n * count + c, batch, chunk, phase,
+                i == 0, i == len(chunks) - 1,
+            )  # fmt: skip
         return chunk, phase
 
     @cute.jit

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from .. import ptx
 from ..invariant import Invariant
-from ..sync import advance, select
+from ..sync import advance, divide, select
 from .operands import Operand, RowSource, Stages, Tma, aligned, make_tma, partition
 
 
@@ -169,7 +169,7 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
-        k_first: Int32 = Int32(0),
+        k_first: Int32 | int = 0,
     ) -> tuple[Int32, Int32]:
         """Load all K steps of a task (one warp): A tile ``a_tile``, B halves ``left_tile``, ``right_tile``.
 
@@ -255,7 +255,7 @@ class Mainloop(Invariant):
         first = thread // 8
         source = x_address + Int64(chunk * 16)
         target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
-        for k in cutlass.range(k_tiles, unroll=1):
+        for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             stage_target = target + stage * self.a_bytes
             for i in cutlass.range_constexpr(self.TILE_M // row_step):
@@ -304,7 +304,7 @@ class Mainloop(Invariant):
         columns: Int32,
         first_column: Int32,
         routes: cute.Pointer,
-        topk: Int32,
+        by_topk: Int64,
         thread: Int32,
         k_tiles: Int32,
         stage: Int32,
@@ -312,8 +312,9 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:
         """Gather A for a contraction over rows: K runs over rows of x, 128 of its columns per tile.
 
-        ``routes`` int32: token*K + k of each row, -1 for a row of zeros. Columns from ``columns`` on are
-        zeros. Thread t copies 16-byte chunk t%8 of both strips of 64 for rows t//8, t//8 + gather_threads/8, …
+        ``routes`` int32: token*K + k of each row, -1 for a row of zeros; ``by_topk`` divides by K. Columns
+        from ``columns`` on are zeros. Thread t copies 16-byte chunk t%8 of both strips of 64 columns for
+        rows t//8, t//8 + gather_threads/8, …
         """
         row_step = self.gather_threads // 8
         per_thread = self.TILE_K // row_step
@@ -328,7 +329,7 @@ class Mainloop(Invariant):
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             for i in cutlass.range_constexpr(per_thread):
-                token = select(ids[i] < 0, Int32(-1), ids[i] // topk)
+                token = select(ids[i] < 0, Int32(-1), divide(ids[i], by_topk))
                 for s in cutlass.range_constexpr(self.TILE_M // 64):
                     inside = first_column + s * 64 < columns
                     valid = select(inside, Int32(token >= 0), Int32(0))

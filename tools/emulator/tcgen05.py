@@ -454,6 +454,8 @@ HANDLERS = {
     "tcgen05.cp": op_cp,
     "tcgen05.mma": op_mma,
     "tcgen05.commit": op_commit,
-    "tcgen05.wait": op_nothing,
-    "tcgen05.fence": op_nothing,
+    "tcgen05.wait::ld": op_nothing,
+    "tcgen05.wait::st": op_nothing,
+    "tcgen05.fence::before_thread_sync": op_nothing,
+    "tcgen05.fence::after_thread_sync": op_nothing,
 }
