@@ -59,7 +59,8 @@ class Tile:
 
     ``m`` rows; ``up_n`` columns of I per gate+up task (the accumulator is twice as wide); ``down_n``
     columns of H per down task; ``group_m`` row blocks share each weight tile while it is in L2;
-    ``comm_m`` rows per comm item.
+    ``comm_m`` rows per comm item; ``signals`` arrivals per finished task, one from each CTA that
+    worked on it.
     """
 
     m: int = 128
@@ -67,6 +68,7 @@ class Tile:
     down_n: int = 256
     group_m: int = 16
     comm_m: int = 32
+    signals: int = 1
 
 
 class Task(NamedTuple):
@@ -285,11 +287,15 @@ class Forward(Invariant):
 
     def hidden_ready_target(self) -> Int:
         """Up tasks of one row block (awaited by the block's down tasks)."""
-        return self.n_up
+        return self.n_up * self.tile.signals
+
+    def shared_hidden_ready_target(self) -> Int:
+        """Shared up tasks of one row block (awaited by the block's shared down tasks)."""
+        return self.shared_n_up * self.tile.signals
 
     def y_ready_target(self, minibatch: Int) -> Int:
         """Down tasks of a minibatch (awaited by its combine, and by whoever refills its slot)."""
-        return self.blocks_in(minibatch) * self.n_down
+        return self.blocks_in(minibatch) * self.n_down * self.tile.signals
 
     def y_free_target(self, minibatch: Int) -> Int:
         """Combine items of a minibatch (awaited by the down tasks that overwrite its y rows)."""
@@ -301,6 +307,7 @@ class Counters(NamedTuple):
 
     ticket: int
     comm_ticket: int
+    started: int  # clusters that started or were cancelled
     x_ready: int  # [minibatches]
     y_ready: int  # [minibatches]
     y_free: int  # [minibatches]
@@ -310,10 +317,12 @@ class Counters(NamedTuple):
 
 
 def counter_layout(max_minibatches: Int, max_blocks: Int, shared_blocks: Int) -> Counters:
-    """Offsets in int32 words. The two tickets have a 128-byte line of their own."""
-    x_ready = 64
+    """Offsets in int32 words. The first three have a 128-byte line of their own each."""
+    x_ready = 96
     y_ready = x_ready + max_minibatches
     y_free = y_ready + max_minibatches
     hidden_ready = y_free + max_minibatches
     shared = hidden_ready + max_blocks
-    return Counters(0, 32, x_ready, y_ready, y_free, hidden_ready, shared, shared + shared_blocks)
+    return Counters(
+        0, 32, 64, x_ready, y_ready, y_free, hidden_ready, shared, shared + shared_blocks
+    )

@@ -22,5 +22,5 @@ def record_words(ranks: int) -> int:
 WAIT_FIELDS = (
     "state", "kind", "rank", "sm", "role", "task", "counter", "index", "value", "awaited",
 )  # fmt: skip
-WAIT_ROLES = ("load", "comm")
+WAIT_ROLES = ("load", "comm", "scheduler")
 WAIT_COUNTERS = ("x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready")

@@ -19,7 +19,7 @@ RECORD_FIELDS = (
 )  # fmt: skip
 RECORD_WORDS = 16
 RECORD_TIMEOUT = 1
-ROLES = ("load", "comm")
+ROLES = ("load", "comm", "scheduler")
 COUNTERS = ("x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready")
 
 
@@ -55,7 +55,9 @@ def wait_at_least(
 
     ``role`` and ``name`` index ``ROLES`` and ``COUNTERS`` for the record.
     """
-    value = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
+    # Most waits find their counter complete: one acquiring load then does. Inline, because a load whose
+    # value is unused would be dropped, and the acquire with it.
+    value = ptx.acquire_gpu(counter.toint())
     if value < target:
         start = cute.arch.globaltimer()
         while value < target:
@@ -63,8 +65,7 @@ def wait_at_least(
             value = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
             if cute.arch.globaltimer() - start > watch.timeout_ns:
                 fail(watch, role, name, task, index, value, target)
-    # Inline: a load whose value is unused would be dropped, and the acquire with it.
-    ptx.acquire_gpu(counter.toint())
+        ptx.acquire_gpu(counter.toint())
 
 
 @cute.jit
@@ -96,6 +97,19 @@ def select(condition: Boolean, yes: Int32, no: Int32) -> Int32:
 def select_f32(condition: Boolean, yes: Float32, no: Float32) -> Float32:
     """``select`` on FP32 values."""
     return Float32(select_(condition, Float32(yes), Float32(no)))
+
+
+def divider(divisor: Int32) -> Int64:
+    """The multiplier with which ``divide`` divides by ``divisor`` in 1…32."""
+    return (Int64(1 << 36) + Int64(divisor) - 1) // Int64(divisor)
+
+
+def divide(value: Int32, multiplier: Int64) -> Int32:
+    """value // divisor for 0 ≤ value < 2^31, in a multiplication.
+
+    With M = ceil(2^36/d), M*d = 2^36 + e and e < d ≤ 32, so value*e < 2^36: the quotient is exact.
+    """
+    return Int32((Int64(value) * multiplier) >> 36)
 
 
 def advance(index: Int32, phase: Int32, stages: int) -> tuple[Int32, Int32]:

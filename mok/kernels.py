@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from mok.runtime.compile import KernelSpec
 
+BACKWARD_ARCHS = ("sm_90a",)
+"""Architectures with a backward kernel."""
+
+FORWARD = "mok.kernels_cute.forward:ForwardKernel"
+
 
 def forward_spec(arch: str, direct: bool, save_context: bool = False) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring."""
-    return KernelSpec.of(
-        f"forward_{_path(direct)}" + ("_save" if save_context else ""),
-        arch,
-        "mok.kernels_cute.forward:ForwardKernel",
-        direct=direct,
-        save_context=save_context,
-    )
+    name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
+    return _forward(name, arch, direct=direct, save_context=save_context)
 
 
 def recompute_spec(arch: str, direct: bool) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
-    return KernelSpec.of(
-        f"recompute_{_path(direct)}",
-        arch,
-        "mok.kernels_cute.forward:ForwardKernel",
-        direct=direct,
-        save_context=True,
-        recompute=True,
+    return _forward(
+        f"recompute_{_path(direct)}", arch, direct=direct, save_context=True, recompute=True
     )
+
+
+def _forward(name: str, arch: str, **config: bool) -> KernelSpec:
+    # The kernel is built for a machine, so the architecture is also part of its configuration.
+    return KernelSpec(name, arch, FORWARD, tuple(sorted({"arch": arch, **config}.items())))
 
 
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
@@ -44,27 +44,31 @@ def token_sum_spec(
     arch: str,
     direct: bool,
     has_shared: bool,
-    ids_bits: int = 32,
+    ids_bits: int = 64,
     *,
     has_weights: bool = True,
     has_shared_scale: bool = False,
 ) -> KernelSpec:
-    """The fixed-order token sum; ``direct`` finds y through the schedule's ``route_row``, else in
-    the slots that combine fills."""
+    """The fixed-order token sum, of y or (without weights) of d_x.
+
+    ``direct`` finds rows through the schedule's int32 ``route_row``, else in the slots that combine
+    fills. ``has_shared_scale``: the shared expert's result has a factor per token.
+    """
     return KernelSpec.of(
-        f"token_sum_{_path(direct)}",
+        ("token_sum" if has_weights else "dx_sum") + f"_{_path(direct)}",
         arch,
         "mok.kernels_cute.token_sum:TokenSumKernel",
         has_shared=has_shared,
         has_index=direct,
-        ids_bits=ids_bits,
-        **({} if has_weights else {"has_weights": False}),
-        **({"has_shared_scale": True} if has_shared_scale else {}),
+        ids_bits=32 if direct else ids_bits,
+        has_weights=has_weights,
+        has_shared_scale=has_shared_scale,
     )
 
 
 def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpec:
-    """The backward megakernel; ``grad_mode`` as ``BackwardKernel``."""
+    """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
+    "fp32", "bf16_add" and "fp32_add" (added to what is there)."""
     return KernelSpec.of(
         f"backward_{_path(direct)}_{grad_mode}",
         arch,
@@ -75,31 +79,46 @@ def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpe
 
 
 def plan_spec(arch: str) -> KernelSpec:
-    """The routing-dependent tables of the backward program."""
+    """The tables of the backward program, from the schedule."""
     return KernelSpec.of("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
 
 
-def router_grad_spec(arch: str, direct: bool, ids_bits: int = 32) -> KernelSpec:
-    """Gradients of the router weights from their partials (direct) or slots."""
+def router_grad_spec(arch: str, direct: bool, ids_bits: int = 64) -> KernelSpec:
+    """Router-weight gradients [T, K] from backward's partials (``direct``), else from the slots."""
     return KernelSpec.of(
         f"router_grad_{_path(direct)}",
         arch,
         "mok.kernels_cute.router_grad:RouterGradKernel",
         has_index=direct,
-        ids_bits=ids_bits,
+        ids_bits=32 if direct else ids_bits,
     )
 
 
 def forward_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
     """Every kernel that a forward call may launch, at EP = 1 and at EP > 1."""
-    return [
-        stage_ids_spec(arch),
-        schedule_spec(arch),
-        forward_spec(arch, direct=True),
-        token_sum_spec(arch, True, has_shared),
-        forward_spec(arch, direct=False),
-        token_sum_spec(arch, False, has_shared),
-    ]
+    kernels = [stage_ids_spec(arch), schedule_spec(arch)]
+    for direct in (True, False):
+        kernels += [
+            forward_spec(arch, direct),
+            forward_spec(arch, direct, save_context=True),
+            recompute_spec(arch, direct),
+            token_sum_spec(arch, direct, has_shared),
+        ]
+    return kernels
+
+
+def backward_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> list[KernelSpec]:
+    """Every kernel that a backward call may launch; none where backward does not exist yet."""
+    if arch not in BACKWARD_ARCHS:
+        return []
+    kernels = [plan_spec(arch)]
+    for direct in (True, False):
+        kernels += [
+            backward_spec(arch, direct, grad_mode),
+            router_grad_spec(arch, direct),
+            token_sum_spec(arch, direct, has_shared, has_weights=False),
+        ]
+    return kernels
 
 
 def _path(direct: bool) -> str:

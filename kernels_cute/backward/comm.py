@@ -82,7 +82,7 @@ class CommRoles:
                 )
                 sync.wait_at_least(
                     base + counters.free + previous,
-                    self.consumer_warps * prog.free_target(previous, overlaps),
+                    prog.free_target(previous, overlaps),
                     watch, ROLE, NAME["free"], index, previous,
                 )  # fmt: skip
         else:

@@ -15,7 +15,8 @@ from cutlass import BFloat16, Float32, Int32, Int64
 
 from .. import comm, sync
 from ..epilogue.staging import Staging
-from ..gemm.sm90 import Mainloop, Stages
+from ..gemm.operands import Stages, view
+from ..gemm.sm90 import Mainloop
 from ..matrix import matrix, transposed
 from ..program import Tile
 from ..queue import DEPTH, DSL, WORDS, TaskQueue
@@ -338,7 +339,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             if warp == LOAD_WARP:
                 self.load_role(prog, queue, bars, smem, sources, schedule, sizes, buffers, watch)
             elif warp == STORE_WARP:
-                self.store_role(queue, bars, stores, smem, targets, sizes, buffers)
+                self.store_role(prog, queue, bars, stores, smem, targets, sizes, buffers)
             elif warp >= GATHER_WARP:
                 if cutlass.const_expr(self.direct):
                     self.gather_role(thread, queue, bars, smem, schedule, sizes, buffers)
@@ -348,8 +349,3 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
                 warp, prog, queue, bars, stores, smem, schedule, sizes, buffers, outputs,
                 swiglu_limit,
             )  # fmt: skip
-
-
-def view(storage, layout: cute.ComposedLayout) -> cute.Tensor:
-    """A swizzled tensor over a range of shared memory."""
-    return storage.get_tensor(layout.outer, swizzle=layout.inner)

@@ -5,9 +5,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .. import sync
-from ..gemm.sm90 import Operand
+from ..gemm.operands import Operand
 from ..queue import broadcast, draw, next_slot
-from ..sync import int_ptr, select
+from ..sync import divide, divider, int_ptr, select
 from .operands import COUNTERS, GATHER_WARP, Entry, counter_layout
 from .program import (
     DDOWN,
@@ -125,7 +125,7 @@ class LoadRoles:
             overlaps = cute.arch.load(
                 schedule.tables + OVERLAPS * sizes.table_stride + previous, Int32
             )
-            target = self.consumer_warps * prog.free_target(previous, overlaps)
+            target = prog.free_target(previous, overlaps)
             self.wait_on(base + counters.free, previous, target, "free", entry, watch)
         if previous >= 0:
             if kind == DDOWN:
@@ -323,6 +323,7 @@ class LoadRoles:
         sA = smem.sA.iterator.toint()
         row_bytes = Int64(sizes.hidden) * 2
         routes = schedule.rows.peer_token_idx
+        by_topk = divider(sizes.topk)
         stage, phase = Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
         kind = Int32(DX)
@@ -335,7 +336,7 @@ class LoadRoles:
                 first = routes + entry.block * main.TILE_M + own // 8
                 for i in cutlass.range_constexpr(main.TILE_M // row_step):
                     route = cute.arch.load(first + i * row_step, Int32)
-                    rows[i] = select(route < 0, Int32(-1), route // sizes.topk)
+                    rows[i] = select(route < 0, Int32(-1), divide(route, by_topk))
                 source = buffers.dy
                 if kind == REPLAY:
                     source = buffers.x
@@ -348,7 +349,7 @@ class LoadRoles:
                     source = buffers.dy
                 stage, phase = main.gather_columns(
                     bars, sA, source, sizes.hidden, entry.m * main.TILE_M, group_routes,
-                    sizes.topk, own, k_tiles, stage, phase,
+                    by_topk, own, k_tiles, stage, phase,
                 )  # fmt: skip
             elif kind != END:
                 stage, phase = main.pass_tile(bars, k_tiles, stage, phase)

@@ -64,8 +64,6 @@ class MmaRoles:
                 )  # fmt: skip
             elif step == DX:
                 stage, phase = main.mma_tile("km", bars, rA, rB_t, acc, entry.k_tiles, stage, phase)
-                if routed and lane == 0:
-                    sync.arrive(base + counters.free + entry.minibatch)
                 chunk, chunk_phase = self.plain_epilogue(
                     acc, stores, sD_row, row, chunk, chunk_phase
                 )
@@ -75,8 +73,12 @@ class MmaRoles:
                 stage, phase = main.mma_add_tile(
                     "mm", bars, rA_t, rB_t, acc, entry.k_tiles, stage, phase
                 )
-                if routed:
-                    self.release_rows(prog, base + counters.free, entry, lane)
+                # Tiles that leave through the store warp are counted there, off this path.
+                unstaged = entry.later != 0
+                if cutlass.const_expr(self.grad_mode != "bf16"):
+                    unstaged = routed
+                if unstaged and warp == 4:
+                    self.release_rows(prog, base + counters.free, entry)
                 if entry.later != 0:
                     self.keep_accumulator(acc, entry, where, prog)
                 elif cutlass.const_expr(self.grad_mode != "bf16"):
@@ -89,7 +91,7 @@ class MmaRoles:
                     chunk, chunk_phase = self.transposed_epilogue(
                         acc, stores, smem.sD.iterator.toint(), warp_row, chunk, chunk_phase
                     )
-                if routed:
+                if entry.later != 0:
                     cute.arch.sync_warp()
                     if lane == 0:
                         sync.arrive(base + counters.group + entry.group)
@@ -269,15 +271,6 @@ class MmaRoles:
         target = where + self.accumulator_buffer(prog, entry.first // prog.ring_blocks)
         for i in cutlass.range_constexpr(cute.size(acc)):
             cute.arch.store(float_ptr(target + Int64(i * 1024)), acc[i])
-
-    @cute.jit
-    def release_rows(self, prog, free, entry, lane):
-        """Count the task for every minibatch that its group overlaps: its rows have been read."""
-        first = entry.first // prog.mb_blocks
-        last = (entry.end - 1) // prog.mb_blocks
-        if entry.end > entry.first:
-            for minibatch in cutlass.range(first + lane, last + 1, 32, unroll=1):
-                sync.arrive(free + minibatch)
 
     @cute.jit
     def write_gradient(self, acc, entry, thread_row, lane, sizes, outputs):

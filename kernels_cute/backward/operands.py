@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .. import comm
-from ..gemm.sm90 import Tma
+from ..gemm.operands import Tma
 
 LOAD_WARP, STORE_WARP, GATHER_WARP = 0, 1, 2
 THREADS = 384

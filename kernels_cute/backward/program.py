@@ -246,7 +246,7 @@ class Backward(Invariant):
         return self.blocks_in(minibatch) * self.n_dx
 
     def free_target(self, minibatch: Int, overlaps: Int) -> Int:
-        """Tasks after which nothing of a minibatch is read any more: its dx tiles and its groups."""
+        """Tasks after which nothing of a minibatch is read any more: its dx tiles and its groups'."""
         return self.blocks_in(minibatch) * self.n_dx + overlaps * self.group_tasks
 
 

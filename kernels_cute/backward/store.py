@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .. import sync
 from ..queue import next_slot
 from ..sync import int_ptr
 from .operands import Entry, counter_layout
@@ -14,7 +15,7 @@ class StoreRoles:
     """Mixin of ``BackwardKernel``."""
 
     @cute.jit
-    def store_role(self, queue, bars, stores, smem, targets, sizes, buffers):
+    def store_role(self, prog, queue, bars, stores, smem, targets, sizes, buffers):
         """Write what the MMA warps stage, in their order; signal a tile once it is in memory."""
         staging, zero = self.staging, Int32(0)
         base = int_ptr(buffers.counters)
@@ -65,6 +66,8 @@ class StoreRoles:
                     stores, dx, block, n, self.chunks, zero, chunk, phase
                 )
                 staging.signal(base + counters.dx + entry.minibatch)
+                if cute.arch.lane_idx() == 0:
+                    sync.arrive(base + counters.free + entry.minibatch)
             elif kind == SHARED + DDOWN:
                 written = self.store_stages(
                     bars, shared_d_hidden, entry.block, n, stage + entry.k_tiles, written
@@ -78,6 +81,7 @@ class StoreRoles:
                 if cutlass.const_expr(self.grad_mode == "bf16"):
                     if kind < SHARED and entry.later == 0:
                         chunk, phase = self.store_gradient(stores, dw, entry, kind, chunk, phase)
+                        self.release_rows(prog, base + counters.free, entry)
                     elif kind >= SHARED:
                         chunk, phase = self.store_gradient(
                             stores, shared_dw, entry, kind - SHARED, chunk, phase
@@ -87,6 +91,18 @@ class StoreRoles:
                 steps += self.chunks
             stage = (stage + steps) % self.mainloop.stages
         staging.drain()
+
+    @cute.jit
+    def release_rows(self, prog, free, entry):
+        """Count a weight-gradient task (whole warp) for every minibatch that its group overlaps.
+
+        Its rows have been read: the warp has seen the end of the task's loads, or of its MMA.
+        """
+        first = entry.first // prog.mb_blocks
+        last = (entry.end - 1) // prog.mb_blocks
+        if entry.end > entry.first:
+            for minibatch in cutlass.range(first + cute.arch.lane_idx(), last + 1, 32, unroll=1):
+                sync.arrive(free + minibatch)
 
     def in_place(self, smem, d_gate, d_up, weighted):
         """Store targets whose source is a stage: A's place, B's left and right half."""
@@ -113,11 +129,19 @@ class StoreRoles:
                     target.atom, target.tXsX[None, slot], target.tXgX[None, row_tile, column, 0]
                 )
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(bars.empty + at, arrive_count=self.consumer_warps)
+            if cutlass.const_expr(c > 0):
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+                self.free_stage(bars, (stage + c - 1) % self.mainloop.stages)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.free_stage(bars, (stage + self.chunks - 1) % self.mainloop.stages)
         return written
+
+    @cute.jit
+    def free_stage(self, bars, stage):
+        """Give a stage back to the load warp, for all MMA warps."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(bars.empty + stage, arrive_count=self.consumer_warps)
 
     @cute.jit
     def store_gradient(self, stores, outputs, entry, kind, chunk, phase):
@@ -138,6 +162,7 @@ class StoreRoles:
         """Rows are the tile's columns of I, 64 at a time; columns its 128 of H."""
         for c in cutlass.range_constexpr(self.chunks):
             chunk, phase = self.staging.store(
-                stores, target, entry.n * self.chunks + c, entry.m, entry.expert, chunk, phase
-            )
+                stores, target, entry.n * self.chunks + c, entry.m, entry.expert, chunk, phase,
+                c == 0, c == self.chunks - 1,
+            )  # fmt: skip
         return chunk, phase

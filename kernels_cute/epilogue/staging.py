@@ -6,17 +6,17 @@ and frees it. A tile's counter is signalled only once its stores are in memory.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
 
-from .. import ptx, sync
-from ..gemm.sm90 import Operand, Stages, Tma
+from .. import ptx, ptx_sm100, sync
+from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, sw128_atom
 from ..invariant import Invariant
-from ..sync import advance
+from ..sync import advance, select
 
 
 class Staging(Invariant):
-    """``stages`` buffers of (tile_m, 64) BF16 in the 128-byte swizzle.
+    """``stages`` buffers of (tile_m, 64) BF16 in the 128-byte swizzle, filled from wgmma accumulators.
 
     Args:
         tile_m: rows of a tile.
@@ -25,6 +25,7 @@ class Staging(Invariant):
     """
 
     CHUNK_N = 64
+    PIECES = 1  # calls of ``put`` that fill a buffer
 
     def __init__(self, tile_m: int, producer_warps: int, stages: int = 2):
         self.tile_m = tile_m
@@ -33,14 +34,11 @@ class Staging(Invariant):
 
     def setup(self) -> None:
         """Build the layout (host and device code each need their own)."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        self.layout = cute.tile_to_shape(
-            atom, (self.tile_m, self.CHUNK_N, self.stages), order=(0, 1, 2)
-        )
+        shape = (self.tile_m, self.CHUNK_N, self.stages)
+        self.layout = cute.tile_to_shape(sw128_atom(), shape, order=(0, 1, 2))
         # The same bytes for a transposed chunk: two halves of 64 of its tile_m columns.
-        self.wide_layout = cute.tile_to_shape(
-            atom, (self.CHUNK_N, self.tile_m, self.stages), order=(0, 1, 2)
-        )
+        wide = (self.CHUNK_N, self.tile_m, self.stages)
+        self.wide_layout = cute.tile_to_shape(sw128_atom(), wide, order=(0, 1, 2))
 
     def init_barriers(self, bars: Stages) -> None:
         """full: one arrival per producer warp; empty: the store warp's."""
@@ -50,71 +48,60 @@ class Staging(Invariant):
 
     def tma_store(self, tensor: cute.Tensor) -> Tma:
         """Stores of (tile_m, 64) chunks to (rows, columns, batch); what lies outside is not written."""
-        layout = cute.slice_(self.layout, (None, None, 0))
-        return Tma(
-            *cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (self.tile_m, self.CHUNK_N)
-            )
-        )
+        op = cpasync.CopyBulkTensorTileS2GOp()
+        return make_tma(op, tensor, self.layout, (self.tile_m, self.CHUNK_N))
 
     def tma_store_wide(self, tensor: cute.Tensor) -> Tma:
         """Stores of transposed (64, tile_m) chunks to (rows, columns, batch)."""
-        layout = cute.slice_(self.wide_layout, (None, None, 0))
-        return Tma(
-            *cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (self.CHUNK_N, self.tile_m)
-            )
-        )
+        op = cpasync.CopyBulkTensorTileS2GOp()
+        return make_tma(op, tensor, self.wide_layout, (self.CHUNK_N, self.tile_m))
 
     def partition_wide(self, tma: Tma, sD: cute.Tensor) -> Operand:
         """``partition`` for transposed chunks; ``sD`` is the buffers' view in ``wide_layout``."""
-        return self._partition(tma, sD, (self.CHUNK_N, self.tile_m))
+        return partition(tma, sD, (self.CHUNK_N, self.tile_m))
 
     def partition(self, tma: Tma, sD: cute.Tensor) -> Operand:
         """Partition a store target into chunks: global (TMA, row tile, column, batch), shared (TMA, stage)."""
-        return self._partition(tma, sD, (self.tile_m, self.CHUNK_N))
+        return partition(tma, sD, (self.tile_m, self.CHUNK_N))
 
-    def _partition(self, tma: Tma, sD: cute.Tensor, chunk: tuple[int, int]) -> Operand:
-        gD = cute.local_tile(tma.tensor, chunk, (None, None, None))
-        tDsD, tDgD = cpasync.tma_partition(
-            tma.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sD, 0, 2),
-            cute.group_modes(gD, 0, 2),
-        )
-        return Operand(tma.atom, tDgD, tDsD)
-
-    def put(self, values, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32):
-        """Round 64 columns of this warp's 16 rows to BF16 into buffer ``chunk`` and hand it over.
-
-        ``values``: 32 FP32 of the thread in wgmma's accumulator order (per 8 columns: two of row lane/4,
-        two of row lane/4+8). Other arguments and result as ``put_packed``.
-        """
-        packed = [ptx.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(16)]
-        return self.put_packed(packed, bars, sD_row, row, chunk, phase)
+    def put(
+        self, values, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32,
+        piece: int = 0,
+    ):  # fmt: skip
+        """Round FP32 ``values`` in the order of ``write`` to BF16; otherwise as ``put_packed``."""
+        packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        return self.put_packed(packed, bars, sD_row, row, chunk, phase, piece)
 
     @cute.jit
     def put_packed(
-        self, packed, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32
-    ):
-        """Write 64 columns of this warp's 16 rows into buffer ``chunk`` and hand it over.
+        self, packed, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32,
+        piece: cutlass.Constexpr[int] = 0,
+    ):  # fmt: skip
+        """Write piece ``piece`` of 64 columns of this warp's rows into buffer ``chunk``; hand over the last.
 
-        ``packed``: 16 BF16x2 of the thread in accumulator order. ``row``: the tile row whose address this
-        lane gives stmatrix (lane%16 of the warp's rows); ``sD_row``: its address in buffer 0. Returns the
-        next (chunk, phase).
+        ``packed``: 16 BF16x2 of the thread in the order of ``write``. ``row``: the tile row whose address
+        this lane gives; ``sD_row``: its address in buffer 0. Returns the next (chunk, phase).
         """
-        cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
-        base = sD_row + chunk * (self.tile_m * self.CHUNK_N * 2)
+        if cutlass.const_expr(piece == 0):
+            cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
+        self.write(packed, sD_row + chunk * (self.tile_m * self.CHUNK_N * 2), row, piece)
+        if cutlass.const_expr(piece == self.PIECES - 1):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(bars.full + chunk)
+            chunk, phase = advance(chunk, phase, self.stages)
+        return chunk, phase
+
+    def write(self, packed, address: Int32, row: Int32, piece: int) -> None:
+        """64 columns in wgmma's accumulator order (per 8: two of row lane/4, two of row lane/4+8).
+
+        ``row`` is lane%16 of the warp's rows.
+        """
         lane = cute.arch.lane_idx()
-        for j in cutlass.range_constexpr(4):
+        for j in range(4):
             column = 2 * j + lane // 16
-            ptx.stmatrix_x4(base + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(bars.full + chunk)
-        return advance(chunk, phase, self.stages)
+            ptx.stmatrix_x4(address + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4])
 
     @cute.jit
     def put_transposed(
@@ -143,17 +130,34 @@ class Staging(Invariant):
     @cute.jit
     def store(
         self, bars: Stages, target: Operand, row_tile: Int32, column: Int32, batch: Int32,
-        chunk: Int32, phase: Int32,
+        chunk: Int32, phase: Int32, first: cutlass.Constexpr[bool], last: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Store one chunk (whole store warp) and free its buffer once it has been read."""
+        """Store one chunk of a tile (whole store warp).
+
+        A buffer is freed once it has been read, which is looked after one store later, so that two are
+        on their way; after the ``last`` chunk of the tile all are free.
+        """
         cute.arch.mbarrier_wait(bars.full + chunk, phase)
-        cute.copy(target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        # Unlike a TMA load, a store of the DSL does not elect a lane: PTX would issue one per lane.
+        with cute.arch.elect_one():
+            cute.copy(
+                target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch]
+            )
+            cute.arch.cp_async_bulk_commit_group()
+        if cutlass.const_expr(not first):
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
+            self.free(bars, select(chunk == 0, Int32(self.stages - 1), chunk - 1))
+        if cutlass.const_expr(last):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.free(bars, chunk)
+        return advance(chunk, phase, self.stages)
+
+    @cute.jit
+    def free(self, bars: Stages, chunk: Int32):
+        """Give a buffer back to the MMA warps."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(bars.empty + chunk)
-        return advance(chunk, phase, self.stages)
 
     @cute.jit
     def store_tile(
@@ -161,11 +165,13 @@ class Staging(Invariant):
         batch: Int32, chunk: Int32, phase: Int32,
     ):  # fmt: skip
         """Store column tile ``n`` of each target in turn, 64 columns at a time, as the MMA warps put them."""
-        for c in cutlass.range_constexpr(count):
-            for target in targets:
-                chunk, phase = self.store(
-                    bars, target, row_tile, n * count + c, batch, chunk, phase
-                )
+        chunks = [(c, target) for c in range(count) for target in targets]
+        for i in cutlass.range_constexpr(len(chunks)):
+            c, target = chunks[i]
+            chunk, phase = self.store(
+                bars, target, row_tile, n * count + c, batch, chunk, phase,
+                i == 0, i == len(chunks) - 1,
+            )  # fmt: skip
         return chunk, phase
 
     @cute.jit
@@ -181,3 +187,17 @@ class Staging(Invariant):
         cute.arch.cp_async_bulk_wait_group(0)
         cute.arch.fence_proxy("async.global")
         cute.arch.sync_warp()
+
+
+class RowStaging(Staging):
+    """The same buffers filled from tensor memory, where a thread holds columns of one row."""
+
+    PIECES = 2
+
+    def write(self, packed, address: Int32, row: Int32, piece: int) -> None:
+        """Columns 32*piece … 32*piece+31 of this thread's row ``row``."""
+        for j in range(4):
+            column = 4 * piece + j
+            ptx_sm100.shared_store_16(
+                address + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4]
+            )

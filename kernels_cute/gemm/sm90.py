@@ -5,8 +5,6 @@ halves of tile_n/2 rows, so that gate and up can be one GEMM: its accumulator ho
 up in the right half of the columns.
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90_helpers
@@ -15,29 +13,18 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from .. import ptx
 from ..invariant import Invariant
-from ..sync import advance, select
+from ..sync import advance, divide, select
+from .operands import Operand, RowSource, Stages, Tma, aligned, make_tma, partition
 
 
-class Tma(NamedTuple):
-    """A TMA copy atom and the coordinate tensor that goes with it."""
+class Worker(Invariant):
+    """What an MMA warp holds: wgmma descriptors, the accumulator, its lane's row of a staging buffer."""
 
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-
-
-class Operand(NamedTuple):
-    """A TMA source partitioned for one CTA: global tiles (TMA, tile, k, batch) and stages (TMA, stage)."""
-
-    atom: cute.CopyAtom
-    tXgX: cute.Tensor
-    tXsX: cute.Tensor
-
-
-class Stages(NamedTuple):
-    """The mbarriers of the A/B stages. full: loads landed; empty: the MMA warps are done."""
-
-    full: cute.Pointer
-    empty: cute.Pointer
+    def __init__(self, tCrA: cute.Tensor, tCrB: cute.Tensor, acc: cute.Tensor, row: Int32):
+        self.tCrA = tCrA
+        self.tCrB = tCrB
+        self.acc = acc
+        self.row = row
 
 
 class Mainloop(Invariant):
@@ -50,7 +37,9 @@ class Mainloop(Invariant):
     """
 
     TILE_M = 128
+    CTA_ROWS = 128  # of the tile's rows
     TILE_K = 64
+    PIECE = 64  # accumulator columns that ``columns`` returns at a time
     WARPGROUPS = 2  # cooperative: rows 0-63 and 64-127 of one tile
 
     def __init__(self, tile_n: int, stages: int, gather_threads: int):
@@ -110,6 +99,24 @@ class Mainloop(Invariant):
         shape = self.tiled_mma().partition_shape_C((self.TILE_M, self.tile_n))
         return cute.make_rmem_tensor(shape, Float32)
 
+    # ---- shared memory ----
+
+    def storage(self) -> dict[str, object]:
+        """Fields of the shared storage."""
+        array = cute.struct.MemRange
+        return {"full": array[Int64, self.stages], "empty": array[Int64, self.stages]}
+
+    def buffers(self) -> dict[str, object]:
+        """Aligned fields: sA bf16 (128, 64, stages), sB bf16 (tile_n, 64, stages)."""
+        return {
+            "sA": aligned(cute.cosize(self.a_layout)),
+            "sB": aligned(cute.cosize(self.b_layout)),
+        }
+
+    def bars(self, storage) -> Stages:
+        """The mbarriers in the shared storage."""
+        return Stages(storage.full.data_ptr(), storage.empty.data_ptr())
+
     def init_barriers(self, bars: Stages) -> None:
         """Arrival counts of the stages' mbarriers (one thread)."""
         for i in range(self.stages):
@@ -135,26 +142,17 @@ class Mainloop(Invariant):
         return self._tma_load(tensor, self.b_half_layout_mn, self.half_n)
 
     def _tma_load(self, tensor: cute.Tensor, staged: cute.ComposedLayout, rows: int) -> Tma:
-        layout = cute.slice_(staged, (None, None, 0))
-        return Tma(
-            *cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (rows, self.TILE_K)
-            )
-        )
+        return make_tma(cpasync.CopyBulkTensorTileG2SOp(), tensor, staged, (rows, self.TILE_K))
+
+    def row_source(self, address: Int64, rows: Int32, columns: Int32) -> RowSource:
+        """A matrix from which ``gather`` takes rows of A."""
+        return RowSource(address, Int64(columns) * 2, rows, None)
 
     # ---- device ----
 
     def partition(self, tma: Tma, sX: cute.Tensor, rows: int) -> Operand:
         """Partition a TMA source of (rows, 64) tiles for the stages of ``sX``."""
-        gX = cute.local_tile(tma.tensor, (rows, self.TILE_K), (None, None, None))
-        tXsX, tXgX = cpasync.tma_partition(
-            tma.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )
-        return Operand(tma.atom, tXgX, tXsX)
+        return partition(tma, sX, (rows, self.TILE_K))
 
     @cute.jit
     def load_tile(
@@ -171,7 +169,7 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
-        k_first: Int32 = Int32(0),
+        k_first: Int32 | int = 0,
     ) -> tuple[Int32, Int32]:
         """Load all K steps of a task (one warp): A tile ``a_tile``, B halves ``left_tile``, ``right_tile``.
 
@@ -196,6 +194,9 @@ class Mainloop(Invariant):
             )
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
+
+    def finish_loads(self, bars: Stages, stage: Int32, phase: Int32) -> None:
+        """After the last task. Nothing arrives from elsewhere, so a CTA may leave as it is."""
 
     @cute.jit
     def load_chunks(
@@ -254,7 +255,7 @@ class Mainloop(Invariant):
         first = thread // 8
         source = x_address + Int64(chunk * 16)
         target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
-        for k in cutlass.range(k_tiles, unroll=1):
+        for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             stage_target = target + stage * self.a_bytes
             for i in cutlass.range_constexpr(self.TILE_M // row_step):
@@ -271,6 +272,30 @@ class Mainloop(Invariant):
         return stage, phase
 
     @cute.jit
+    def gather(
+        self,
+        bars: Stages,
+        sA_address: Int32,
+        source: RowSource,
+        routes: cute.Pointer,
+        topk: Int32,
+        thread: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Gather all K steps of A: the rows of x of the 128 ``routes`` (token*K + k, -1 for zeros)."""
+        row_step = self.gather_threads // 8
+        rows = cute.make_rmem_tensor((self.TILE_M // row_step,), Int32)
+        first = routes + thread // 8
+        for i in cutlass.range_constexpr(self.TILE_M // row_step):
+            route = cute.arch.load(first + i * row_step, Int32)
+            rows[i] = select(route < 0, Int32(-1), route // topk)
+        return self.gather_tile(
+            bars, sA_address, source.address, source.row_bytes, rows, thread, k_tiles, stage, phase
+        )
+
+    @cute.jit
     def gather_columns(
         self,
         bars: Stages,
@@ -279,7 +304,7 @@ class Mainloop(Invariant):
         columns: Int32,
         first_column: Int32,
         routes: cute.Pointer,
-        topk: Int32,
+        by_topk: Int64,
         thread: Int32,
         k_tiles: Int32,
         stage: Int32,
@@ -287,8 +312,9 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:
         """Gather A for a contraction over rows: K runs over rows of x, 128 of its columns per tile.
 
-        ``routes`` int32: token*K + k of each row, -1 for a row of zeros. Columns from ``columns`` on are
-        zeros. Thread t copies 16-byte chunk t%8 of both strips of 64 for rows t//8, t//8 + gather_threads/8, …
+        ``routes`` int32: token*K + k of each row, -1 for a row of zeros; ``by_topk`` divides by K. Columns
+        from ``columns`` on are zeros. Thread t copies 16-byte chunk t%8 of both strips of 64 columns for
+        rows t//8, t//8 + gather_threads/8, …
         """
         row_step = self.gather_threads // 8
         per_thread = self.TILE_K // row_step
@@ -303,7 +329,7 @@ class Mainloop(Invariant):
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             for i in cutlass.range_constexpr(per_thread):
-                token = select(ids[i] < 0, Int32(-1), ids[i] // topk)
+                token = select(ids[i] < 0, Int32(-1), divide(ids[i], by_topk))
                 for s in cutlass.range_constexpr(self.TILE_M // 64):
                     inside = first_column + s * 64 < columns
                     valid = select(inside, Int32(token >= 0), Int32(0))
@@ -329,6 +355,32 @@ class Mainloop(Invariant):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             cute.arch.mbarrier_arrive(bars.full + stage)
             stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    # ---- accumulators for the epilogue ----
+
+    def worker(self, warp: Int32, sA: cute.Tensor, sB: cute.Tensor) -> Worker:
+        """What MMA warp ``warp`` (4 … 11) needs. Lane l gives stmatrix the address of row l%16."""
+        group = cute.arch.make_warp_uniform(warp // 4) - 1
+        row = warp % 4 * 16 + group * 64 + cute.arch.lane_idx() % 16
+        return Worker(*self.fragments("kk", sA, sB, group), self.accumulator(), row)
+
+    def take(
+        self, worker: Worker, bars: Stages, k_tiles: Int32, stage: Int32, phase: Int32
+    ) -> tuple[Int32, Int32]:
+        """Have the accumulator of the next task: multiply. Returns the next (stage, phase)."""
+        return self.mma_tile(
+            "kk", bars, worker.tCrA, worker.tCrB, worker.acc, k_tiles, stage, phase
+        )
+
+    def columns(self, worker: Worker, stage: Int32, *first: int) -> list[list[Float32]]:
+        """64 accumulator columns from each of ``first`` on, in the thread's order (``Staging.write``)."""
+        return [[worker.acc[4 * (at // 8) + i] for i in range(32)] for at in first]
+
+    def give_back(
+        self, worker: Worker, bars: Stages, stage: Int32, phase: Int32
+    ) -> tuple[Int32, Int32]:
+        """The epilogue has read the accumulator: nothing to say, it lies in its own registers."""
         return stage, phase
 
     @cute.jit

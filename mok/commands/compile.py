@@ -24,13 +24,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     from mok.backends import require_kernel
-    from mok.kernels import forward_kernels
+    from mok.kernels import backward_kernels, forward_kernels
     from mok.runtime.compile import get_kernel
 
     require_kernel(args.arch)
     has_shared = get_model(args.model).shared_intermediate_size is not None
     kernels = []
-    for spec in forward_kernels(args.arch, has_shared):
+    for spec in forward_kernels(args.arch, has_shared) + backward_kernels(args.arch, has_shared):
         kernel = get_kernel(spec)
         resources = kernel.resources
         kernels.append(

@@ -21,7 +21,11 @@ from mok.kernels_cute.program import (
 
 @st.composite
 def programs(draw):
-    tile = Tile(m=draw(st.sampled_from([128, 256])), group_m=draw(st.integers(1, 20)))
+    tile = Tile(
+        m=draw(st.sampled_from([128, 256])),
+        group_m=draw(st.integers(1, 20)),
+        signals=draw(st.integers(1, 2)),
+    )
     minibatch = tile.m * draw(st.integers(1, 5))
     return Forward(
         rows=tile.m * draw(st.integers(0, 40)),
@@ -60,6 +64,7 @@ def ordered(p: Forward):
     return seq
 
 
+NAMES_OF_ITEMS = {DISPATCH: "dispatch", COMBINE: "combine"}
 NAMES = {SHARED_UP: "shared_up", SHARED_DOWN: "shared_down", UP: "up", DOWN: "down"}
 
 
@@ -81,14 +86,13 @@ def test_decoders_follow_the_total_order(p):
         if t.kind in (UP, DOWN):
             assert t.minibatch == t.block // p.mb_blocks
     items = [p.item(i) for i in range(p.items)]
-    names = {DISPATCH: "dispatch", COMBINE: "combine"}
     want = Counter()
     for name, b, _ in seq:
         if name in ("dispatch", "combine"):
             for i in range(p.items_per_block):
                 want[name, b * p.tile.m + i * p.tile.comm_m] += 1
-    assert Counter((names[i.kind], i.row) for i in items) == want
-    where = [phase[names[i.kind], i.minibatch] for i in items]
+    assert Counter((NAMES_OF_ITEMS[i.kind], i.row) for i in items) == want
+    where = [phase[NAMES_OF_ITEMS[i.kind], i.minibatch] for i in items]
     assert where == sorted(where)
 
 
@@ -114,7 +118,7 @@ def test_runs_to_the_end_with_few_workers(p, compute, comm, rng):
         if kind == "dispatch":
             return not has_previous or done["y", previous] >= p.y_ready_target(previous)
         if kind == "shared_down":
-            return done["shared", block] >= p.shared_n_up
+            return done["shared", block] >= p.shared_hidden_ready_target()
         return True
 
     signal = {
@@ -146,8 +150,28 @@ def test_runs_to_the_end_with_few_workers(p, compute, comm, rng):
         worker = rng.choice(able)
         kind, block, s = held[worker]
         if kind in signal:
-            done[signal[kind], block if kind in ("up", "shared_up") else s] += 1
+            signals = p.tile.signals if worker[0] == "compute" else 1
+            done[signal[kind], block if kind in ("up", "shared_up") else s] += signals
         held[worker] = draw(worker[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs())
+def test_targets_are_the_signals_of_all_tasks(p):
+    arrivals: Counter = Counter()
+    for t in map(p.task, range(p.tasks)):
+        key = t.minibatch if t.kind == DOWN else t.block
+        arrivals[t.kind, key] += p.tile.signals
+    for i in map(p.item, range(p.items)):
+        arrivals[NAMES_OF_ITEMS[i.kind], i.minibatch] += 1
+    for block in range(p.blocks):
+        assert p.hidden_ready_target() == arrivals[UP, block]
+    for block in range(p.shared_blocks):
+        assert p.shared_hidden_ready_target() == arrivals[SHARED_UP, block]
+    for s in range(p.minibatches):
+        assert p.y_ready_target(s) == arrivals[DOWN, s]
+        assert p.x_ready_target(s) == arrivals["dispatch", s]
+        assert p.y_free_target(s) == arrivals["combine", s]
 
 
 @pytest.mark.parametrize("rows", [128, 1280, 1408])

@@ -129,11 +129,19 @@ def test_suggest_is_valid_everywhere(model, machine):
         assert config.minibatch_size == two_wave_minibatch(model, m.num_sms, tile)[1]
 
 
+def test_one_rank_gets_one_minibatch():
+    shape = Shape(8192, 4096, 14336, 8, 2)
+    config = Config.suggest(shape, "h200")
+    assert config.minibatch_size == config.macrobatch_size == 8192 * 2 + 8 * 128
+    huge = Config.suggest(Shape(65536, 4096, 14336, 8, 2), "h200")
+    assert huge.minibatch_size == 65536 and huge.macrobatch_size >= 65536 * 2 + 8 * 128
+
+
 def test_suggest_takes_any_device_description():
     shape = Shape(**GOOD)
     assert Config.suggest(shape, Machine("x", 132, "sm_90a", "")) == Config.suggest(shape, "h200")
     # The reference system's defaults come back on its own machine.
-    kimi = Config.suggest(Shape.of_model(MODELS["kimi-k2.5"], 8192), "b200")
+    kimi = Config.suggest(Shape.of_model(MODELS["kimi-k2.5"], 8192, 8), "b200")
     assert (kimi.fwd_num_comm_sms, kimi.bwd_num_comm_sms, kimi.minibatch_size) == (40, 28, 2560)
     with pytest.raises(DeviceError, match="needs a GPU"):
         Config.suggest(shape, torch.device("cpu"))

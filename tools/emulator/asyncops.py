@@ -6,6 +6,7 @@ allows: loads in any order; the groups of one thread's stores in order of their 
 source is read, later the destination is written); one warp's MMAs in their order.
 """
 
+import ctypes
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mok.tools.emulator import layout as L
-from mok.tools.emulator.errors import EmulatorError
+from mok.tools.emulator.checkers import use
+from mok.tools.emulator.errors import EmulatorError, KernelFault
 
 if TYPE_CHECKING:
     from mok.tools.emulator.machine import Cluster, Cta, Machine, Warp
@@ -30,10 +32,25 @@ class Pending:
     steps: list[Callable[[], None]]
     done: int = 0
     queue: Any = None  # operations of one queue run in order
+    start: int = 0  # step of its issue
+    agent: Any = None  # the checkers' view of it
+    read_epoch: int = 0  # the agent's epoch of the first phase
 
     @property
     def finished(self) -> bool:
         return self.done == len(self.steps)
+
+
+@dataclass(frozen=True)
+class TimelineEvent:
+    """One asynchronous operation from issue to completion, in warp instructions."""
+
+    what: str
+    cta: tuple[int, int, int]
+    warp: int
+    start: int
+    end: int
+    place: str
 
 
 @dataclass
@@ -52,25 +69,54 @@ class AsyncEngine:
         self.immediate = seed is None
         self.random = random.Random(seed)
         self.pending: list[Pending] = []
+        self.timeline: list[TimelineEvent] | None = None
 
     def submit(
         self, what: str, w: "Warp", steps: list[Callable[[], None]], queue: Any = None
     ) -> Pending:
         op = Pending(what, w, int(w.state[L.W_PC]), steps, queue=queue)
-        if self.immediate:
-            for step in steps:
-                step()
-            op.done = len(steps)
-            self.machine.sync_event()
-        else:
+        op.start = int(self.machine.x[L.X_STEPS])
+        checker = self.machine.checker
+        if checker is not None:
+            op.agent = checker.begin(w, op.pc)
+            op.read_epoch = op.agent.epoch
+            checker.own(op.agent, op)
+        if not self.immediate:
             self.pending.append(op)
+            return op
+        while not op.finished:
+            self.step(op)
         return op
 
     def step(self, op: Pending) -> None:
-        op.steps[op.done]()
+        checker = self.machine.checker
+        if op.agent is not None and op.done:
+            checker.advance(op.agent)
+        before = use(checker, op.agent)
+        try:
+            op.steps[op.done]()
+        except EmulatorError as exc:
+            if isinstance(exc, KernelFault):
+                raise
+            place = self.machine.where(op.warp, op.pc)
+            raise KernelFault(exc.rule, f"{exc.value}; {place}", exc.remedy) from exc
+        finally:
+            use(checker, before)
         op.done += 1
-        if op.finished:
+        if op.finished and not self.immediate:
             self.pending.remove(op)
+        if op.finished and self.timeline is not None:
+            w, m = op.warp, self.machine
+            self.timeline.append(
+                TimelineEvent(
+                    op.what,
+                    w.cta.coords,
+                    int(w.state[L.W_INDEX]),
+                    op.start,
+                    int(m.x[L.X_STEPS]),
+                    m.place(op.pc),
+                )
+            )
         self.machine.sync_event()
 
     def advance(self) -> bool:
@@ -87,9 +133,18 @@ class AsyncEngine:
         while self.advance():
             pass
 
-    def drain_cluster(self, cluster: "Cluster") -> None:
-        """Completes what an exited cluster left behind, before its slot is used again."""
+    def leave_cluster(self, cluster: "Cluster") -> None:
+        """Completes what an exited cluster left behind, before its slot is used again.
+
+        A launch query or a store that still has to read shared memory is an error: the memory it
+        needs is gone.
+        """
         for op in [p for p in self.pending if p.warp.cta.cluster is cluster]:
+            if op.what.startswith("clusterlaunch") or (op.what == "bulk store" and not op.done):
+                raise KernelFault(
+                    "a CTA may not exit while an operation needs its shared memory",
+                    f"{op.what} of {self.machine.where(op.warp, op.pc)}",
+                )
             while not op.finished:
                 self.step(op)
 
@@ -105,21 +160,36 @@ def complete_tx(
     machine: "Machine", cluster: "Cluster", rank: int, offset: int, size: int, arrivals: int = 0
 ) -> None:
     """Transaction bytes arrive at the mbarrier at ``offset`` of CTA ``rank``."""
-    from mok.tools.emulator.mbarrier import mb_update, mb_valid
+    from mok.tools.emulator.mbarrier import mb_phase, mb_update, mb_valid
 
     cta = cluster.ctas[rank]
     host = int(cta.state[L.C_SMEM]) + offset
+    if cta.state[L.C_INDEX] < 0:
+        raise EmulatorError(
+            "an asynchronous operation may not signal a CTA that has exited", f"CTA {cta.coords}"
+        )
     if offset & 7 or offset + 8 > cta.smem.size or not mb_valid(host):
         raise EmulatorError(
             "an asynchronous operation must signal an initialised mbarrier",
             f"offset {offset:#x} of CTA {cta.coords}",
         )
+    checker = machine.checker
+    if checker is not None and checker.agent is not None:
+        checker.signal(checker.agent, host)
+    before = mb_phase(signed_word(host))
     if mb_update(host, np.int64(arrivals), np.int64(-size)):
         raise EmulatorError(
             "an mbarrier may not receive more arrivals than its phase expects",
             f"offset {offset:#x} of CTA {cta.coords}",
         )
+    if checker is not None and mb_phase(signed_word(host)) != before:
+        checker.flip(host)
     machine.sync_event()
+
+
+def signed_word(host: int) -> np.int64:
+    """The 64-bit word at a host address."""
+    return np.int64(ctypes.c_int64.from_address(host).value)
 
 
 class BulkOps:
@@ -144,7 +214,10 @@ class BulkOps:
         cta: Cta = cluster.ctas[rank]
 
         def run() -> None:
-            write_smem(cta, offset, read(), swizzle)
+            data = read()
+            if self.checker is not None:
+                self.checker.smem(cta, offset, size, True)
+            write_smem(cta, offset, data, swizzle)
             complete_tx(self, cluster, barrier[0], barrier[1], size)
 
         self.engine.submit("bulk load", w, [run])
@@ -152,7 +225,7 @@ class BulkOps:
     def submit_store(
         self: Any,
         w: "Warp",
-        lane: int,
+        lanes: list[int],
         src: int,
         size: int,
         swizzle: int,
@@ -165,6 +238,8 @@ class BulkOps:
         data: list[np.ndarray] = []
 
         def read() -> None:
+            if self.checker is not None:
+                self.checker.smem(cta, src & ((1 << L.RANK_SHIFT) - 1), size, False)
             data.append(read_smem(cta, src & ((1 << L.RANK_SHIFT) - 1), size, swizzle).copy())
 
         def put() -> None:
@@ -172,7 +247,8 @@ class BulkOps:
             self.x[L.X_EV_MEM] += 1
 
         op = self.engine.submit("bulk store", w, [read, put])
-        self._groups(w, lane).open.append(op)
+        for lane in lanes:
+            self._groups(w, lane).open.append(op)
 
     def _groups(self: Any, w: "Warp", lane: int) -> BulkGroups:
         table = w.cta.extra.setdefault("bulk", {})
@@ -183,7 +259,7 @@ class BulkOps:
         return groups
 
     def bulk_commit(self: Any, w: "Warp") -> None:
-        if self.engine.immediate:
+        if self.engine.immediate and self.checker is None:
             return
         for lane in w.lanes():
             g = self._groups(w, lane)
@@ -194,20 +270,29 @@ class BulkOps:
         """Waits until at most ``keep`` of each lane's newest groups are incomplete."""
         from mok.tools.emulator.machine import WAIT
 
-        if self.engine.immediate:
+        if self.engine.immediate and self.checker is None:
             return None
+        seen: list[Pending] = []
         for lane in w.lanes():
             g = self._groups(w, lane)
-            while g.committed and all(p.finished for p in g.committed[0]):
-                g.committed.pop(0)
-            old = g.committed[: len(g.committed) - keep] if keep else g.committed
+            old = g.committed[: max(0, len(g.committed) - keep)]
             for group in old:
                 if any(p.done < (1 if read_only else 2) for p in group):
                     return WAIT
+                seen.extend(p for p in group if not any(p is q for q in seen))
+        for lane in w.lanes():
+            g = self._groups(w, lane)
+            while len(g.committed) > 32 and all(p.finished for p in g.committed[0]):
+                g.committed.pop(0)
+            if not read_only:
+                del g.committed[: max(0, len(g.committed) - keep)]
+        if self.checker is not None:
+            for p in seen:
+                self.checker.observe(w, p.agent, p.read_epoch if read_only else None)
         return None
 
     def check_global(self: Any, address: int, size: int) -> None:
-        """Raises when a range is not inside one registered tensor (checked mode only)."""
+        """Raises when a range is not inside one registered tensor, once any is registered."""
         n = int(self.x[L.X_NRANGES])
         if n == 0:
             if address < 4096:

@@ -6,10 +6,10 @@ group that waits, spins or uses up its quantum lets the others run.
 """
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator import alu_table
-from mok.tools.emulator.intrinsics import ld32, ld64, popc64, st64
+from mok.tools.emulator.intrinsics import ld32, ld64, popc64, st8, st64
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     ALU_END,
     C_FIRST_WARP,
@@ -28,6 +28,7 @@ from mok.tools.emulator.layout import (
     I_SYNC,
     I_TARGET,
     I_X,
+    I_Y,
     OP_ACTIVEMASK,
     OP_ATOM,
     OP_BAR,
@@ -36,6 +37,7 @@ from mok.tools.emulator.layout import (
     OP_CLUSTER_ARRIVE,
     OP_CLUSTER_WAIT,
     OP_CP_ASYNC,
+    OP_CPA,
     OP_ELECT,
     OP_EXIT,
     OP_FENCE,
@@ -93,6 +95,7 @@ from mok.tools.emulator.layout import (
     X_ADVERSARIAL,
     X_CLOCK,
     X_CODE,
+    X_COVER,
     X_CURRENT,
     X_CURSOR,
     X_EV_MEM,
@@ -107,6 +110,7 @@ from mok.tools.emulator.layout import (
 )
 from mok.tools.emulator.memops import memory_event, op_atomic, op_cp_async, op_load, op_store
 from mok.tools.emulator.memory import fault, load
+from mok.tools.emulator.race import cpa_group, fence
 from mok.tools.emulator.syncops import (
     FULL,
     cluster_arrive,
@@ -216,11 +220,11 @@ def step_sync(X, W, c, R, m, pc, op):
     if op == OP_LD:
         return op_load(X, W, c, R, m, pc)
     if op == OP_ST:
-        return op_store(X, W, c, R, m)
+        return op_store(X, W, c, R, m, pc)
     if op == OP_ATOM:
         return op_atomic(X, W, c, R, m, pc)
     if op == OP_CP_ASYNC:
-        return op_cp_async(X, W, c, R, m)
+        return op_cp_async(X, W, c, R, m, pc)
     if op == OP_MBAR_ARRIVE:
         return 0 if mbar_op(X, W, c, R, m) else 2
     if op == OP_MBAR_WAIT:
@@ -230,15 +234,15 @@ def step_sync(X, W, c, R, m, pc, op):
             return 0
         return 2 if ld64(W + 8 * W_SLEEP) == SLEEP_NO else 3
     if op == OP_LDMATRIX:
-        return 0 if ldmatrix(X, W, c, R, m) else 2
+        return 0 if ldmatrix(X, W, c, R, m, pc) else 2
     if op == OP_STMATRIX:
         memory_event(X, W)
-        return 0 if stmatrix(X, W, c, R, m) else 2
+        return 0 if stmatrix(X, W, c, R, m, pc) else 2
     if op == OP_CLUSTER_ARRIVE:
-        cluster_arrive(X, W, m)
+        cluster_arrive(X, W, m, ld32(c + 4 * I_X))
         return 0
     if op == OP_CLUSTER_WAIT:
-        return 0 if cluster_wait(W, m, pc) else 3
+        return 0 if cluster_wait(X, W, m, pc) else 3
     return 2
 
 
@@ -303,11 +307,14 @@ def run_warp(X, W, quantum):
     if ld64(W + 8 * W_NG) > 0:
         regroup(W, pc, mask)
         pc, mask = ld64(W + 8 * W_PC), ld64(W + 8 * W_MASK)
+    cover = ld64(X + 8 * X_COVER)
     count = _I(0)
     result = _I(R_QUANTUM)
     while count < quantum:
         count += 1
         c = code + 64 * pc
+        if cover != 0:
+            st8(cover + pc, _I(1))
         op = ld32(c + 4 * I_OP)
         g = ld32(c + 4 * I_GUARD)
         m = mask
@@ -316,11 +323,23 @@ def run_warp(X, W, quantum):
         wait = 0  # 1: the group must wait, at the pc then current
         if op < ALU_END:
             if m == FULL:
-                exec_alu(op, R + ld32(c + 4 * I_D), R + ld32(c + 4 * I_A),
-                         R + ld32(c + 4 * I_B), R + ld32(c + 4 * I_C), ld32(c + 4 * I_X))
+                exec_alu(
+                    op,
+                    R + ld32(c + 4 * I_D),
+                    R + ld32(c + 4 * I_A),
+                    R + ld32(c + 4 * I_B),
+                    R + ld32(c + 4 * I_C),
+                    ld32(c + 4 * I_X),
+                )
             elif m != 0:
-                exec_alu(op, scratch, R + ld32(c + 4 * I_A),
-                         R + ld32(c + 4 * I_B), R + ld32(c + 4 * I_C), ld32(c + 4 * I_X))
+                exec_alu(
+                    op,
+                    scratch,
+                    R + ld32(c + 4 * I_A),
+                    R + ld32(c + 4 * I_B),
+                    R + ld32(c + 4 * I_C),
+                    ld32(c + 4 * I_X),
+                )
                 d = R + ld32(c + 4 * I_D)
                 for l in range(32):
                     if (m >> l) & 1:
@@ -374,10 +393,27 @@ def run_warp(X, W, quantum):
             elif op == OP_NANOSLEEP:
                 pc += 1
                 quantum = count
-            elif op == OP_SYNCWARP or op == OP_FENCE:
+            elif op == OP_SYNCWARP:
                 pc += 1
-            elif op in (OP_SHFL, OP_VOTE, OP_MATCH, OP_REDUX, OP_ELECT, OP_ACTIVEMASK, OP_CLOCK,
-                        OP_MAPA, OP_ISSPACE):
+            elif op == OP_FENCE:
+                kind = ld32(c + 4 * I_X)
+                if kind < 2:
+                    fence(X, W, kind)
+                pc += 1
+            elif op == OP_CPA:
+                cpa_group(X, W, ld32(c + 4 * I_X), ld32(c + 4 * I_Y))
+                pc += 1
+            elif op in (
+                OP_SHFL,
+                OP_VOTE,
+                OP_MATCH,
+                OP_REDUX,
+                OP_ELECT,
+                OP_ACTIVEMASK,
+                OP_CLOCK,
+                OP_MAPA,
+                OP_ISSPACE,
+            ):
                 step_warp(X, W, c, R, m, op)
                 pc += 1
             else:
@@ -469,7 +505,7 @@ def run_grid(X, limit):
         if adversarial:
             quantum = 1 + random(X) % quantum
         result = run_warp(X, W, quantum)
-        if result == R_PY or result == R_FAULT:
+        if result in (R_PY, R_FAULT):
             st64(X + 8 * X_CURSOR, cursor)
             st64(X + 8 * X_CURRENT, cursor)
             return result

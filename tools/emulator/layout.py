@@ -59,7 +59,8 @@ ALU_END: Final = 1000
     OP_ISSPACE,
     OP_MOVMATRIX,
     OP_FENCE,
-) = range(ALU_END, ALU_END + 34)
+    OP_CPA,
+) = range(ALU_END, ALU_END + 35)
 
 # Warp state.
 (
@@ -92,13 +93,16 @@ ALU_END: Final = 1000
     W_WAIT_MASK,
     W_WAIT_VALUE,
     W_WAIT_PC,
-) = range(29)
+    W_CPA_COUNT,
+    W_CPA_COMMITS,
+) = range(31)
+W_CPA_RING: Final = 184  # operation count at each of the last 8 cp.async commits
 W_GPC: Final = 32  # other groups of a diverged warp: their pc,
 W_GMASK: Final = 64  # lanes,
 W_GBLK: Final = 96  # and whether they wait
 W_BARGEN: Final = 128  # per lane: named barrier generation waited for, plus one
-W_CLGEN: Final = 160  # per lane: cluster barrier generation at arrival, plus one
-WARP_WORDS: Final = 192
+W_CLGEN: Final = 192  # per lane: cluster barrier generation at arrival, plus one
+WARP_WORDS: Final = 224
 
 STATE_EMPTY, STATE_RUN, STATE_DONE = range(3)
 # A sleeping warp wakes when (word at W_WAIT_ADDR & W_WAIT_MASK) differs from W_WAIT_VALUE.
@@ -159,8 +163,10 @@ CLUSTER_WORDS: Final = 64
     X_GSHADOW_MASK,
     X_REPORTS,
     X_NREPORTS,
-    X_BUDGET,
-) = range(27)
+    X_OBJECTS,
+    X_OBJECT_MASK,
+    X_COVER,
+) = range(29)
 MACHINE_WORDS: Final = 64
 
 # Address windows.  Host addresses stay below 2**56, so these never collide.
@@ -184,6 +190,8 @@ F_MBAR_OVERFLOW: Final = 10
 F_NULL: Final = 11
 F_UNINIT: Final = 12
 F_RACE: Final = 13
+F_PROXY: Final = 14
+F_EXITED: Final = 15
 
 FAULT_TEXT: Final = {
     F_OOB_SHARED: "shared memory access out of bounds",
@@ -199,6 +207,8 @@ FAULT_TEXT: Final = {
     F_NULL: "access to a null address",
     F_UNINIT: "read of shared memory that nothing has written",
     F_RACE: "data race",
+    F_EXITED: "access to the shared memory of a CTA that has exited",
+    F_PROXY: "asynchronous read of generic writes without fence.proxy.async between",
 }
 
 # mbarrier word: pending arrivals (20 bits), expected (20), transaction count (22, biased), phase,

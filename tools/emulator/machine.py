@@ -10,6 +10,7 @@ import numpy as np
 
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.asyncops import AsyncEngine, BulkOps
+from mok.tools.emulator.checkers import Checker, Finding
 from mok.tools.emulator.encode import Program, PyOp
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.intercept import LaunchRequest
@@ -45,7 +46,8 @@ class Warp:
         self.state = state
         self.regs = regs
         self.cta: Cta = None  # type: ignore[assignment]
-        self.queue: Any = None
+        self.open_ops: list[Any] = []  # asynchronous MMAs since the last commit
+        self.groups: list[list[Any]] = []  # committed ones, oldest first
 
     @property
     def mask(self) -> int:
@@ -86,7 +88,7 @@ class Cta:
     cluster: "Cluster" = None  # type: ignore[assignment]
     rank: int = 0
     coords: tuple[int, int, int] = (0, 0, 0)
-    tmem: Any = None
+    on_read: Callable[..., None] | None = None  # told of the chunks that an MMA reads
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -119,7 +121,10 @@ class Machine(BulkOps):
         ranges: list[tuple[int, int]],
         seed: int | None = None,
         global_symbols: dict[str, int] | None = None,
+        check: bool = False,
+        max_steps: int | None = None,
     ) -> None:
+        self.max_steps = max_steps
         self.program, self.request, self.limits = program, request, limits
         self.num_sms = num_sms
         self.seed = seed
@@ -130,11 +135,12 @@ class Machine(BulkOps):
         self._check_launch()
         self._read_params()
         self._allocate(ranges)
+        self.checker: Checker | None = Checker(self) if check else None
         self.next_cluster = 0
         self.idle_rounds = 0
         self.python_calls = 0
 
-    # -- set-up -----------------------------------------------------------------------------------
+    # -- set-up -----------------------------------------------------------------------
 
     def _bind_handlers(self) -> None:
         for op in self.program.pyops:
@@ -168,7 +174,8 @@ class Machine(BulkOps):
             )
         if self.program.module.target != limits.arch:
             raise LaunchError(
-                f"this emulator runs {limits.arch}", f"the kernel is for {self.program.module.target}",
+                f"this emulator runs {limits.arch}",
+                f"the kernel is for {self.program.module.target}",
                 "compile for the emulated architecture, or make the emulator for the kernel's",
             )
 
@@ -186,16 +193,21 @@ class Machine(BulkOps):
 
     def _allocate(self, ranges: list[tuple[int, int]]) -> None:
         r, limits = self.request, self.limits
-        per_sm = max(1, min(
-            limits.smem_per_sm // (self.smem_bytes + SMEM_RESERVED),
-            limits.max_threads_per_sm // (-(-self.threads // 32) * 32), 32,
-        ))
+        per_sm = max(
+            1,
+            min(
+                limits.smem_per_sm // (self.smem_bytes + SMEM_RESERVED),
+                limits.max_threads_per_sm // (-(-self.threads // 32) * 32),
+                32,
+            ),
+        )
         self.cluster_grid = tuple(g // c for g, c in zip(r.grid, r.cluster, strict=True))
         self.num_clusters = int(np.prod(self.cluster_grid))
         capacity = self.num_sms * per_sm // self.cluster_size
         if capacity < 1:
             raise LaunchError(
-                "a cluster must fit the emulated SMs", f"{self.num_sms} SMs, cluster {r.cluster}",
+                "a cluster must fit the emulated SMs",
+                f"{self.num_sms} SMs, cluster {r.cluster}",
                 "give the emulator more SMs",
             )
         slots = min(self.num_clusters, capacity)
@@ -226,8 +238,12 @@ class Machine(BulkOps):
         x[L.X_ADVERSARIAL] = int(self.seed is not None)
         x[L.X_RNG] = ((self.seed or 0) * 0x9E3779B97F4A7C15 + 0x1234567) & (1 << 62) - 1 | 1
         x[L.X_NWARPS], x[L.X_WARPS] = num_warps, self.warp_state.ctypes.data
+        if self.seed is not None:
+            x[L.X_CURSOR] = self.engine.random.randrange(num_warps)
         x[L.X_SCRATCH] = self.scratch.ctypes.data
         x[L.X_CLOCK] = 1 << 40
+        self.covered = np.zeros(len(self.program.code) + 8, dtype=np.uint8)
+        x[L.X_COVER] = self.covered.ctypes.data
         self.warps = [Warp(i, self.warp_state[i], self.regs[i]) for i in range(num_warps)]
         self.ctas: list[Cta] = []
         for i in range(num_ctas):
@@ -242,12 +258,15 @@ class Machine(BulkOps):
                 w.state[L.W_INDEX] = k
             self.ctas.append(cta)
         self.clusters = [
-            Cluster(s, self.cluster_state[s],
-                    self.ctas[s * self.cluster_size : (s + 1) * self.cluster_size])
+            Cluster(
+                s,
+                self.cluster_state[s],
+                self.ctas[s * self.cluster_size : (s + 1) * self.cluster_size],
+            )
             for s in range(slots)
         ]
 
-    # -- CTA life ---------------------------------------------------------------------------------
+    # -- CTA life ---------------------------------------------------------------------
 
     def start_cluster(self, cluster: Cluster, number: int) -> None:
         """Loads grid cluster ``number`` into a slot."""
@@ -266,7 +285,7 @@ class Machine(BulkOps):
                 o * c + i for o, c, i in zip(origin, r.cluster, inside, strict=True)
             )
             cta.rank, cta.cluster = rank, cluster
-            cta.extra, cta.tmem = {}, None
+            cta.extra = {}
             cta.smem[:] = POISON
             s[L.L_SMEM + rank] = cta.smem.ctypes.data
             s[L.L_CTA + rank] = cta.state.ctypes.data
@@ -279,13 +298,16 @@ class Machine(BulkOps):
             c[L.C_FIRST_WARP] = cta.warps[0].index
             c[L.C_NUM_WARPS] = len(cta.warps)
             c[L.C_INDEX] = cta.index
+            if self.checker is not None:
+                self.checker.start_cta(cta)
             for w in cta.warps:
                 self._start_warp(w, origin, inside)
 
     def _start_warp(self, w: Warp, origin: tuple, inside: tuple) -> None:
         k = int(w.state[L.W_INDEX])
-        keep = {i: int(w.state[i]) for i in (
-            L.W_REGS, L.W_LOCAL, L.W_LOCAL_BYTES, L.W_CTA, L.W_INDEX)}
+        keep = {
+            i: int(w.state[i]) for i in (L.W_REGS, L.W_LOCAL, L.W_LOCAL_BYTES, L.W_CTA, L.W_INDEX)
+        }
         w.state[:] = 0
         for i, v in keep.items():
             w.state[i] = v
@@ -294,7 +316,10 @@ class Machine(BulkOps):
         w.state[L.W_STATE] = L.STATE_RUN
         w.state[L.W_MASK] = w.state[L.W_ALIVE] = mask
         w.state[L.W_POLL_PC] = -1
-        w.queue = None
+        w.open_ops, w.groups = [], []
+        w.state[L.W_AGENT] = w.index
+        if self.checker is not None:
+            self.checker.start_warp(w)
         np.copyto(w.regs, self.template)
         for row, name, offset in self.program.specials:
             w.regs[row] = self._special(name, offset, w, k, origin, inside)
@@ -347,7 +372,7 @@ class Machine(BulkOps):
             raise EmulatorError("a special register must be known", name)
         return simple[base]()
 
-    # -- the run ----------------------------------------------------------------------------------
+    # -- the run ----------------------------------------------------------------------
 
     def run(self) -> None:
         """Executes the launch.  Raises KernelFault when a checker stops it."""
@@ -358,7 +383,7 @@ class Machine(BulkOps):
         address = self.x.ctypes.data
         self.started = time.perf_counter()
         while True:
-            result = run_grid(address, 1 << 22 if self.seed is None else 256)
+            result = run_grid(address, 1 << 18 if self.seed is None else 256)
             if result == L.R_PY:
                 self.idle_rounds = 0
                 self._python(self.warps[int(self.x[L.X_CURRENT])])
@@ -376,6 +401,12 @@ class Machine(BulkOps):
 
     def pause(self) -> None:
         """Called after many steps without need of Python."""
+        if self.max_steps is not None and self.x[L.X_STEPS] > self.max_steps:
+            raise KernelFault(
+                "a launch may not take more steps than allowed",
+                self.max_steps,
+                "it may run forever; waiting warps:\n  " + "\n  ".join(self.waits()),
+            )
         for _ in range(self.engine.random.randrange(4)):
             self.engine.advance()
 
@@ -442,19 +473,34 @@ class Machine(BulkOps):
         for w in cta.warps:
             w.state[L.W_STATE] = L.STATE_EMPTY
         if all(c.state[L.C_INDEX] == -1 for c in cta.cluster.ctas):
-            self.engine.drain_cluster(cta.cluster)
+            self.engine.leave_cluster(cta.cluster)
             self.cluster_done(cta.cluster)
             self._next(cta.cluster)
 
     def cluster_done(self, cluster: Cluster) -> None:
         """Called when the last CTA of a cluster has exited."""
+        for cta in cluster.ctas:
+            if cta.extra.get("tmem"):
+                raise KernelFault(
+                    "a CTA must free its TMEM before it exits",
+                    f"CTA {cta.coords} leaves columns {cta.extra['tmem']}",
+                )
 
-    # -- reports ----------------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------
+
+    def findings(self) -> list[Finding]:
+        """What the checkers have found so far."""
+        return self.checker.findings() if self.checker is not None else []
 
     def where(self, w: Warp, pc: int) -> str:
+        """A warp and an instruction, in words."""
+        return f"CTA {w.cta.coords} warp {int(w.state[L.W_INDEX])}, {self.place(pc)}"
+
+    def place(self, pc: int) -> str:
+        """An instruction: its PTX line and text, and its source line where known."""
         ins = self.program.source[min(pc, len(self.program.source) - 1)]
         text = ins.text if len(ins.text) <= 120 else ins.text[:117] + "..."
-        place = f"CTA {w.cta.coords} warp {int(w.state[L.W_INDEX])}, PTX line {ins.line}: {text}"
+        place = f"PTX line {ins.line}: {text}"
         if ins.loc != (0, 0):
             file = self.program.module.files.get(ins.loc[0], "?")
             place += f" ({file}:{ins.loc[1]})"
@@ -469,6 +515,11 @@ class Machine(BulkOps):
             f"address {address:#x}, lane {int(s[L.W_FAULT_LANE])}, "
             f"size or value {int(s[L.W_FAULT_AUX])}; {self.where(w, int(s[L.W_PC]))}",
         )
+
+    def lines(self) -> set[int]:
+        """PTX lines that some warp has executed."""
+        source = self.program.source
+        return {source[i].line for i in np.flatnonzero(self.covered[: len(source)])}
 
     def waits(self) -> list[str]:
         """One line per live warp: where it is and what it waits for."""
@@ -487,7 +538,8 @@ class Machine(BulkOps):
 def find_handler(handlers: dict[str, Callable[..., Any]], op: PyOp) -> Callable[..., Any]:
     """Handler with the longest mnemonic prefix that fits."""
     name = op.ins.name
-    best = max((p for p in handlers if name == p or name.startswith(p + ".")), key=len, default="")
+    fits = (p for p in handlers if name == p or name.startswith((p + ".", p + "::")))
+    best = max(fits, key=len, default="")
     if not best:
         from mok.tools.emulator.errors import UnsupportedInstruction
 

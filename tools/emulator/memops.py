@@ -1,7 +1,6 @@
 """Loads, stores, atomics and cp.async for compiled code, lane by lane."""
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import (
     bits_f32,
@@ -17,6 +16,7 @@ from mok.tools.emulator.intrinsics import (
     st64,
     u64,
 )
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     I_A,
     I_B,
@@ -30,6 +30,7 @@ from mok.tools.emulator.layout import (
     I_Z,
     SLEEP_EVENT,
     SP_LOCAL,
+    W_CPA_COUNT,
     W_POLL_HASH,
     W_POLL_PC,
     W_SLEEP,
@@ -38,17 +39,20 @@ from mok.tools.emulator.layout import (
     W_WAIT_KIND,
     W_WAIT_PC,
     WAIT_POLL,
+    X_CHECK,
     X_EV_MEM,
     X_EXT,
 )
 from mok.tools.emulator.memory import load, resolve, store
 from mok.tools.emulator.numerics import max_f32, min_f32, pair_op
+from mok.tools.emulator.race import COPY, check_access, ordered
 from mok.tools.emulator.syncops import sleep_on
 
 _I = np.int64
 
 # X of a load or store: bits 0-2 space, 3-6 log2 element bytes, 8 sign extension,
-# 9-12 log2 bytes of the destination register, 16 poll (ordered or volatile).
+# 9-12 log2 bytes of the destination register, 16 ordered or volatile, 17 acquire or release.
+# Of an atomic: 17 acquire, 18 release.
 
 
 @njit
@@ -77,12 +81,17 @@ def op_load(X, W, c, R, m, pc):
     digest = _I(0)
     first = _I(0)
     same = True
+    check = ld64(X + 8 * X_CHECK)
     for l in range(32):
         if not (m >> l) & 1:
             continue
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
         if host == 0:
             return 2
+        if check:
+            check_access(X, W, space, ld64(a + 8 * l) + offset, host, size * n, 2 * poll, pc, l)
+            if poll:
+                ordered(X, W, host, True, False, (x >> 17) & 1, 0)
         for i in range(n):
             value = load(host + size * i, size)
             if signed:
@@ -116,9 +125,11 @@ def op_load(X, W, c, R, m, pc):
 
 
 @njit
-def op_store(X, W, c, R, m):
+def op_store(X, W, c, R, m, pc):
     x = ld32(c + 4 * I_X)
     space = x & 7
+    strong = (x >> 16) & 1
+    check = ld64(X + 8 * X_CHECK)
     size = _I(1) << ((x >> 3) & 15)
     n = ld32(c + 4 * I_N)
     ext = ld64(X + 8 * X_EXT) + 4 * ld32(c + 4 * I_EXT)
@@ -130,6 +141,11 @@ def op_store(X, W, c, R, m):
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
         if host == 0:
             return 2
+        if check:
+            addr = ld64(a + 8 * l) + offset
+            check_access(X, W, space, addr, host, size * n, 1 | 2 * strong, pc, l)
+            if strong:
+                ordered(X, W, host, False, True, 0, (x >> 17) & 1)
         for i in range(n):
             store(host + size * i, size, ld64(R + ld32(ext + 4 * i) + 8 * l))
     if space != SP_LOCAL and m != 0:
@@ -168,7 +184,7 @@ def combine(kind, kind_type, size, old, value, compare):
         return f64_bits(bits_f64(old) + bits_f64(value))
     if kind_type >= T_BF16X2:
         code = 1 if kind == A_ADD else (4 if kind == A_MIN else 5)
-        half = 0 if kind_type == T_BF16X2 or kind_type == T_BF16 else 1
+        half = 0 if kind_type in (T_BF16X2, T_BF16) else 1
         return pair_op(code, half, old, value, _I(0))
     if kind == A_ADD:
         return old + value
@@ -198,12 +214,17 @@ def op_atomic(X, W, c, R, m, pc):
     changed = False
     digest = _I(0)
     host = _I(0)
+    check = ld64(X + 8 * X_CHECK)
     for l in range(32):
         if not (m >> l) & 1:
             continue
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
         if host == 0:
             return 2
+        if check:
+            addr = ld64(a + 8 * l) + offset
+            check_access(X, W, space, addr, host, size * n, 3, pc, l)
+            ordered(X, W, host, True, True, (x >> 17) & 1, (x >> 18) & 1)
         for i in range(n):
             old = load(host + size * i, size)
             value = ld64(R + ld32(ext + 4 * i) + 8 * l)
@@ -232,9 +253,10 @@ def op_atomic(X, W, c, R, m, pc):
 
 
 @njit
-def op_cp_async(X, W, c, R, m):
+def op_cp_async(X, W, c, R, m, pc):
     """cp.async: copies at once.  X: bytes; B: source address; C: source size row or none."""
     size = ld32(c + 4 * I_X)
+    check = ld64(X + 8 * X_CHECK)
     for l in range(32):
         if not (m >> l) & 1:
             continue
@@ -245,13 +267,18 @@ def op_cp_async(X, W, c, R, m):
         dst = resolve(X, W, _I(2), addr, size, l)
         if dst == 0:
             return 2
+        if check:
+            check_access(X, W, _I(2), addr, dst, _I(size), 1 | COPY, pc, l)
         src = _I(0)
         if count > 0:
             addr = ld64(R + ld32(c + 4 * I_B) + 8 * l) + np.int32(ld32(c + 4 * I_Z))
             src = resolve(X, W, _I(1), addr, size, l)
             if src == 0:
                 return 2
+            if check:
+                check_access(X, W, _I(1), addr, src, _I(size), COPY, pc, l)
         for i in range(size):
             st8(dst + i, load(src + i, 1) if i < count else _I(0))
+    st64(W + 8 * W_CPA_COUNT, ld64(W + 8 * W_CPA_COUNT) + 1)
     memory_event(X, W)
     return 0

@@ -1,9 +1,9 @@
 """Warp-wide operations and barriers for compiled code."""
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import ld16, ld32, ld64, popc64, st8, st16, st64
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     C_ALIVE,
     C_BAR,
@@ -41,11 +41,20 @@ from mok.tools.emulator.layout import (
     WAIT_BAR,
     WAIT_CLUSTER,
     WAIT_MBAR,
+    X_CHECK,
     X_EV_SYNC,
     X_EXT,
 )
 from mok.tools.emulator.mbarrier import mb_init, mb_phase, mb_update, mb_valid
 from mok.tools.emulator.memory import fault, resolve
+from mok.tools.emulator.race import (
+    acquire,
+    check_access,
+    cpa_publish,
+    flip,
+    publish,
+    reset_object,
+)
 
 _I = np.int64
 FULL = _I(0xFFFFFFFF)
@@ -245,7 +254,9 @@ def named_barrier(X, W, c, R, m, pc):
         if ld64(bar) + threads > count:
             fault(W, F_BARRIER, number, lane, count)
             return False
+        publish(X, W, bar, True)
         if ld64(bar) + threads == count:
+            flip(X, bar)
             st64(bar, _I(0))
             st64(bar + 16, generation + 1)
             done = True
@@ -260,6 +271,8 @@ def named_barrier(X, W, c, R, m, pc):
     if not done:
         sleep_on(W, WAIT_BAR, pc, bar + 16, 8, _I(-1), generation)
         return False
+    if mode != 1:
+        acquire(X, W, bar)
     for l in range(32):
         if (m >> l) & 1:
             st64(W + 8 * (W_BARGEN + l), _I(0))
@@ -276,13 +289,14 @@ def named_barrier(X, W, c, R, m, pc):
 @njit
 def cluster_complete(X, cluster):
     if ld64(cluster + 8 * L_ARRIVED) >= ld64(cluster + 8 * L_ALIVE):
+        flip(X, cluster)
         st64(cluster + 8 * L_ARRIVED, _I(0))
         st64(cluster + 8 * L_GEN, ld64(cluster + 8 * L_GEN) + 1)
         event(X)
 
 
 @njit
-def cluster_arrive(X, W, m):
+def cluster_arrive(X, W, m, relaxed):
     cluster = ld64(ld64(W + 8 * W_CTA) + 8 * C_CLUSTER)
     generation = ld64(cluster + 8 * L_GEN)
     for l in range(32):
@@ -290,17 +304,20 @@ def cluster_arrive(X, W, m):
             st64(W + 8 * (W_CLGEN + l), generation + 1)
     st64(cluster + 8 * L_ARRIVED, ld64(cluster + 8 * L_ARRIVED) + popc64(m))
     event(X)
+    if not relaxed:
+        publish(X, W, cluster, True)
     cluster_complete(X, cluster)
 
 
 @njit
-def cluster_wait(W, m, pc):
+def cluster_wait(X, W, m, pc):
     cluster = ld64(ld64(W + 8 * W_CTA) + 8 * C_CLUSTER)
     generation = ld64(cluster + 8 * L_GEN)
     for l in range(32):
         if (m >> l) & 1 and ld64(W + 8 * (W_CLGEN + l)) == generation + 1:
             sleep_on(W, WAIT_CLUSTER, pc, cluster + 8 * L_GEN, 8, _I(-1), generation)
             return False
+    acquire(X, W, cluster)
     return True
 
 
@@ -340,6 +357,7 @@ def mbar_op(X, W, c, R, m):
         value = ld64(R + b + 8 * l) if b != 0x7FFFFFFF else _I(1)
         if mode == 0:
             mb_init(host, value)
+            reset_object(X, host)
             continue
         if not mb_valid(host):
             fault(W, F_MBAR_BAD, host, l, mode)
@@ -359,9 +377,17 @@ def mbar_op(X, W, c, R, m):
             arrivals, tx = _I(1), value
         else:
             tx = -value
+        if arrivals != 0:
+            if ld32(c + 4 * I_E) & 4:
+                cpa_publish(X, W, host)
+            elif not ld32(c + 4 * I_E) & 2:
+                publish(X, W, host, True)
+        before = mb_phase(ld64(host))
         if mb_update(host, arrivals, tx):
             fault(W, F_MBAR_OVERFLOW, host, l, arrivals)
             return False
+        if mb_phase(ld64(host)) != before:
+            flip(X, host)
     event(X)
     return True
 
@@ -388,6 +414,8 @@ def mbar_wait(X, W, c, R, m, pc):
         passed = mb_phase(ld64(host)) != parity
         if d != 0x7FFFFFFF:
             st64(R + d + 8 * l, _I(1) if passed else _I(0))
+        if passed and not ld32(c + 4 * I_E) & 2:
+            acquire(X, W, host)
         if not passed and waiting == 0:
             waiting = 1
             sleep_on(W, WAIT_MBAR, pc, host, 8, _I(MB_PHASE), ld64(host) & MB_PHASE)
@@ -395,7 +423,7 @@ def mbar_wait(X, W, c, R, m, pc):
 
 
 @njit
-def ldmatrix(X, W, c, R, m):
+def ldmatrix(X, W, c, R, m, pc):
     """ldmatrix b16 8x8: X bit 0 transposes; N matrices, destination rows in the ext table."""
     n = ld32(c + 4 * I_N)
     ext = ld64(X + 8 * X_EXT) + 4 * ld32(c + 4 * I_EXT)
@@ -406,6 +434,8 @@ def ldmatrix(X, W, c, R, m):
         hosts[l] = resolve(X, W, _I(ld32(c + 4 * I_Z)), addr, 16, l)
         if hosts[l] == 0:
             return False
+        if ld64(X + 8 * X_CHECK) != 0:
+            check_access(X, W, _I(ld32(c + 4 * I_Z)), addr, hosts[l], _I(16), 0, pc, l)
     for i in range(n):
         row = R + ld32(ext + 4 * i)
         for l in range(32):
@@ -421,7 +451,7 @@ def ldmatrix(X, W, c, R, m):
 
 
 @njit
-def stmatrix(X, W, c, R, m):
+def stmatrix(X, W, c, R, m, pc):
     n = ld32(c + 4 * I_N)
     ext = ld64(X + 8 * X_EXT) + 4 * ld32(c + 4 * I_EXT)
     mode = ld32(c + 4 * I_X)
@@ -432,6 +462,8 @@ def stmatrix(X, W, c, R, m):
         hosts[l] = resolve(X, W, _I(ld32(c + 4 * I_Z)), addr, 16, l)
         if hosts[l] == 0:
             return False
+        if ld64(X + 8 * X_CHECK) != 0:
+            check_access(X, W, _I(ld32(c + 4 * I_Z)), addr, hosts[l], _I(16), 1, pc, l)
     for i in range(n):
         row = R + ld32(ext + 4 * i)
         for l in range(32):

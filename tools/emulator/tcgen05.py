@@ -51,7 +51,11 @@ def tmem_of(machine: Machine, cta: Cta) -> TensorMemory:
     if machine.limits.tmem_columns == 0:
         raise EmulatorError("tensor memory exists on sm_100a and later", machine.limits.arch)
     table: dict[int, TensorMemory] = machine.__dict__.setdefault("tmem_table", {})
-    return table.setdefault(cta.index % machine.num_sms, TensorMemory())
+    return table.setdefault(sm_of(machine, cta), TensorMemory())
+
+
+def sm_of(machine: Machine, cta: Cta) -> int:
+    return cta.index % machine.num_sms
 
 
 def pair_of(op: Any, cta: Cta) -> list[Cta]:
@@ -69,7 +73,7 @@ def split(address: int) -> tuple[int, int]:
     return address >> 16 & 0xFFFF, address & 0xFFFF
 
 
-# -- allocation ------------------------------------------------------------------------------------
+# -- allocation ----------------------------------------------------------------------
 
 
 def op_alloc(machine: Machine, w: Warp, op: Any) -> Any:
@@ -82,8 +86,12 @@ def op_alloc(machine: Machine, w: Warp, op: Any) -> Any:
     start = tmem_of(machine, w.cta).allocate(w.cta, columns)
     if start is None:
         return WAIT
+    if machine.checker is not None:
+        machine.checker.tmem_clear(sm_of(machine, w.cta), start, columns)
     w.cta.extra.setdefault("tmem", {})[start] = columns
     dst = generic_smem(w.value(op.operands[0][1][0], lane) + op.operands[0][2]) & _OFFSET
+    if machine.checker is not None:
+        machine.checker.smem_by_warp(w, w.cta, dst, 4, True)
     w.cta.smem[dst : dst + 4] = np.frombuffer(int(start).to_bytes(4, "little"), np.uint8)
     machine.x[L.X_EV_MEM] += 1
     return None
@@ -105,7 +113,7 @@ def op_relinquish(machine: Machine, w: Warp, op: Any) -> None:
     w.cta.extra["relinquished"] = True
 
 
-# -- load and store ----------------------------------------------------------------------------------
+# -- load and store ------------------------------------------------------------------
 
 _NUM = re.compile(r"x(\d+)")
 
@@ -154,6 +162,14 @@ def _place(op: Any, address: int, count: int, w: Warp) -> tuple[np.ndarray, np.n
     return lanes, cols + col0
 
 
+def _track(machine: Machine, w: Warp, lanes: np.ndarray, cols: np.ndarray, write: bool) -> None:
+    if machine.checker is not None:
+        first = int(cols.min())
+        machine.checker.tmem_by_warp(
+            w, sm_of(machine, w.cta), lanes, first, int(cols.max()) - first + 1, write
+        )
+
+
 def op_ld(machine: Machine, w: Warp, op: Any) -> None:
     rows = op.operands[0][1] if isinstance(op.operands[0], tuple) else [op.operands[0]]
     if "red" in op.ins.mods:
@@ -162,6 +178,7 @@ def op_ld(machine: Machine, w: Warp, op: Any) -> None:
     lanes, cols = _place(op, address, len(rows), w)
     tm = tmem_of(machine, w.cta)
     tm.check(w.cta, int(cols.min()), int(cols.max() - cols.min() + 1))
+    _track(machine, w, lanes, cols, False)
     values = tm.words[lanes, cols].astype(np.int64)
     if "pack::16b" in op.ins.mods:
         values = (values[0::2] & 0xFFFF) | (values[1::2] & 0xFFFF) << 16
@@ -177,6 +194,7 @@ def op_st(machine: Machine, w: Warp, op: Any) -> None:
     lanes, cols = _place(op, address, len(rows), w)
     tm = tmem_of(machine, w.cta)
     tm.check(w.cta, int(cols.min()), int(cols.max() - cols.min() + 1))
+    _track(machine, w, lanes, cols, True)
     values = w.regs[rows].astype(np.uint32)
     if "unpack::16b" in op.ins.mods:
         wide = np.empty((2 * len(rows), 32), np.uint32)
@@ -185,7 +203,7 @@ def op_st(machine: Machine, w: Warp, op: Any) -> None:
     tm.words[lanes, cols] = values
 
 
-# -- MMA ------------------------------------------------------------------------------------------
+# -- MMA -----------------------------------------------------------------------------
 
 
 class Descriptor:
@@ -285,17 +303,36 @@ def op_mma(machine: Machine, w: Warp, op: Any) -> None:
         run = functools.partial(
             _mma, machine, ctas, group, d_addr, a_memory, a_word, b_word, shape, scales, accumulate
         )
-        machine.engine.submit("tcgen05.mma", w, [run], queue=_queue(w))
+        _submit(machine, w, "tcgen05.mma", run)
 
 
-def _queue(w: Warp) -> Any:
-    """tcgen05 operations of one CTA run in the order of their issue."""
-    return w.cta.extra.setdefault("tcgen05", [])
+def _submit(machine: Machine, w: Warp, what: str, run: Any) -> None:
+    """tcgen05 operations of one CTA run, and are ordered, as they are issued."""
+    queue = w.cta.extra.setdefault("tcgen05", [])  # holds the newest operation, as their clock
+
+    def ordered() -> None:
+        checker = machine.checker
+        if checker is not None and checker.agent is not None:
+            if queue:
+                np.maximum(checker.agent.clock, queue[0].clock, out=checker.agent.clock)
+                np.maximum(checker.agent.proxy, queue[0].proxy, out=checker.agent.proxy)
+            queue[:] = [checker.agent]
+        run()
+
+    machine.engine.submit(what, w, [ordered], queue=queue)
 
 
 def _mma(
-    machine: Machine, ctas: list[Cta], group: int, d_addr: int, a_memory: bool, a_word: int,
-    b_word: int, s: MmaShape, scales: list[int], accumulate: bool,
+    machine: Machine,
+    ctas: list[Cta],
+    group: int,
+    d_addr: int,
+    a_memory: bool,
+    a_word: int,
+    b_word: int,
+    s: MmaShape,
+    scales: list[int],
+    accumulate: bool,
 ) -> None:
     bytes_k = 32
     bd = Descriptor(b_word)
@@ -318,9 +355,7 @@ def _mma(
             raw = words.view(np.uint8)
         else:
             ad = Descriptor(a_word)
-            raw = read_operand(
-                cta, ad.start, rows, bytes_k, ad.swizzle, ad.lbo, ad.sbo, s.trans_a
-            )
+            raw = read_operand(cta, ad.start, rows, bytes_k, ad.swizzle, ad.lbo, ad.sbo, s.trans_a)
         a = to_float(raw, s.a)
         right = b
         if scales:
@@ -333,6 +368,14 @@ def _mma(
         lanes, cols = accumulator_place(s.m, s.n, group)
         lanes, cols = lanes + lane0, cols + col0
         tm.check(cta, int(cols.min()), int(cols.max() - cols.min() + 1))
+        if machine.checker is not None:
+            machine.checker.tmem(
+                sm_of(machine, cta),
+                lanes,
+                int(cols.min()),
+                int(cols.max() - cols.min() + 1),
+                True,
+            )
         if s.half:
             if accumulate:
                 old = (tm.words[lanes, cols] & 0xFFFF).astype(np.uint16).view(np.float16)
@@ -358,9 +401,7 @@ def op_cp(machine: Machine, w: Warp, op: Any) -> None:
         def run(address: int = address, d: Descriptor = d) -> None:
             lanes_n, bits = (int(v) for v in shape[:-1].split("x"))
             for cta in ctas:
-                raw = read_operand(
-                    cta, d.start, lanes_n, bits // 8, d.swizzle, d.lbo, d.sbo, False
-                )
+                raw = read_operand(cta, d.start, lanes_n, bits // 8, d.swizzle, d.lbo, d.sbo, False)
                 words = np.ascontiguousarray(raw).view(np.uint32)
                 tm = tmem_of(machine, cta)
                 lane0, col = split(address)
@@ -380,7 +421,7 @@ def op_cp(machine: Machine, w: Warp, op: Any) -> None:
                 else:
                     tm.words[lane0 : lane0 + lanes_n, span] = words
 
-        machine.engine.submit("tcgen05.cp", w, [run], queue=_queue(w))
+        _submit(machine, w, "tcgen05.cp", run)
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:
@@ -397,7 +438,7 @@ def op_commit(machine: Machine, w: Warp, op: Any) -> None:
             for rank in ranks:
                 complete_tx(machine, cluster, rank, barrier & _OFFSET, 0, arrivals=1)
 
-        machine.engine.submit("tcgen05.commit", w, [run], queue=_queue(w))
+        _submit(machine, w, "tcgen05.commit", run)
 
 
 def op_nothing(machine: Machine, w: Warp, op: Any) -> None:
@@ -413,6 +454,8 @@ HANDLERS = {
     "tcgen05.cp": op_cp,
     "tcgen05.mma": op_mma,
     "tcgen05.commit": op_commit,
-    "tcgen05.wait": op_nothing,
-    "tcgen05.fence": op_nothing,
+    "tcgen05.wait::ld": op_nothing,
+    "tcgen05.wait::st": op_nothing,
+    "tcgen05.fence::before_thread_sync": op_nothing,
+    "tcgen05.fence::after_thread_sync": op_nothing,
 }

@@ -14,8 +14,18 @@ from mok.tools.emulator.machine import Cta, Machine, Warp
 _OFFSET = (1 << L.RANK_SHIFT) - 1
 # Element types of a tensor map, by its 4-bit code.
 _TYPES = {
-    0: np.uint8, 1: np.uint16, 2: np.uint32, 3: np.int32, 4: np.uint64, 5: np.int64,
-    6: np.float16, 7: np.float32, 8: np.float32, 9: np.float64, 10: np.uint16, 11: np.float32,
+    0: np.uint8,
+    1: np.uint16,
+    2: np.uint32,
+    3: np.int32,
+    4: np.uint64,
+    5: np.int64,
+    6: np.float16,
+    7: np.float32,
+    8: np.float32,
+    9: np.float64,
+    10: np.uint16,
+    11: np.float32,
     12: np.float32,
 }
 
@@ -45,7 +55,8 @@ def decode(raw: bytes) -> TensorMap:
     if rank > 5 or code not in _TYPES or flags >> 11 & 3 or flags >> 13 & 7 > 3:
         raise EmulatorError(
             "a tensor map must be tiled, with a plain element type",
-            f"flags {flags:#x}", "im2col, interleaved and sub-byte maps are not implemented",
+            f"flags {flags:#x}",
+            "im2col, interleaved and sub-byte maps are not implemented",
         )
     low = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
     high = w[3] >> 32
@@ -55,8 +66,12 @@ def decode(raw: bytes) -> TensorMap:
     if w[6] >> 32 & 0xFFFFFF:
         raise EmulatorError("a tensor map must have unit element strides", hex(w[6]))
     return TensorMap(
-        w[0], code, tuple(s + 1 for s in sizes[:rank]), strides,
-        tuple(b + 1 for b in boxes[:rank]), flags >> 13 & 7,
+        w[0],
+        code,
+        tuple(s + 1 for s in sizes[:rank]),
+        strides,
+        tuple(b + 1 for b in boxes[:rank]),
+        flags >> 13 & 7,
     )
 
 
@@ -85,6 +100,11 @@ def swizzle_chunks(first: int, count: int, mode: int) -> np.ndarray:
     return i
 
 
+def host_bytes(address: int, size: int) -> np.ndarray:
+    """Memory of this process as a writable array."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
 class _Region:
     """The part of a box that lies inside the tensor."""
 
@@ -100,13 +120,22 @@ class _Region:
         self.strides = strides[::-1]
         self.slices = tuple(slice(low, h) for low, h in zip(lo, hi, strict=True))[::-1]
 
+    def track(self, machine: Machine, write: bool) -> None:
+        """Tells the checkers which bytes the running operation touches."""
+        if machine.checker is None:
+            return
+        width = self.shape[-1] * self.tm.itemsize
+        for index in np.ndindex(*self.shape[:-1]):
+            at = sum(i * s for i, s in zip(index, self.strides, strict=False))
+            machine.checker.global_memory(self.address + at, width, write)
+
     def view(self, machine: Machine) -> np.ndarray:
         """The tensor's memory as an array, outermost dimension first."""
         extent = self.tm.itemsize + sum(
             (n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)
         )
         machine.check_global(self.address, extent)
-        flat = np.frombuffer((ctypes.c_uint8 * extent).from_address(self.address), np.uint8)
+        flat = host_bytes(self.address, extent)
         typed = flat[: self.tm.itemsize].view(_TYPES[self.tm.code])
         return np.lib.stride_tricks.as_strided(typed, self.shape, self.strides)
 
@@ -124,6 +153,7 @@ def read_box(machine: Machine, tm: TensorMap, coords: list[int]) -> np.ndarray:
     region = _Region(tm, coords)
     tile = np.zeros(tm.box[::-1], dtype=_TYPES[tm.code])
     if not region.empty:
+        region.track(machine, False)
         tile[region.slices] = region.view(machine)
     return tile.reshape(-1).view(np.uint8)
 
@@ -152,6 +182,7 @@ def write_box(
         return
     tile = data.view(_TYPES[tm.code]).reshape(tm.box[::-1])[region.slices]
     target = region.view(machine)
+    region.track(machine, True)
     if op is None:
         target[...] = tile
     else:
@@ -174,15 +205,21 @@ def combine(op: str, old: np.ndarray, new: np.ndarray, kind: str) -> np.ndarray:
     """Elementwise reduction of a bulk copy."""
     if kind == "bf16":
         return to_bf16(combine(op, _bf16(old), _bf16(new), ""))
-    table = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-             "or": np.bitwise_or, "xor": np.bitwise_xor}
+    table = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }
     if op not in table:
         raise EmulatorError("a bulk reduction must be known", op)
     result: np.ndarray = table[op](old, new)
     return result
 
 
-# -- instruction handlers ---------------------------------------------------------------------------
+# -- instruction handlers ------------------------------------------------------------
 
 
 def _flat(operand: Any) -> list[Any]:
@@ -239,11 +276,15 @@ def op_tensor_load(machine: Machine, w: Warp, op: Any) -> None:
             else:
                 where = (barrier >> L.RANK_SHIFT, barrier & _OFFSET)
             machine.submit_load(
-                w, target, dst & _OFFSET, size,
+                w,
+                target,
+                dst & _OFFSET,
+                size,
                 lambda tm=tm, coords=coords: (
                     gather_box(machine, tm, coords) if gather else read_box(machine, tm, coords)
                 ),
-                tm.swizzle, where,
+                tm.swizzle,
+                where,
             )
 
 
@@ -258,11 +299,20 @@ def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
     mods = op.ins.mods
     reduce = next((m for m in mods if m in _REDUCE), None) if mods[1] == "reduce" else None
     scatter = "tile::scatter4" in mods
+    # Lanes that store the same box count as one operation, as the uniform datapath issues it.
+    boxes: dict[tuple[Any, ...], list[int]] = {}
     for lane in w.lanes():
         tm_row, coord = op.operands[0][1][:2]
-        tm = tensor_map(w.value(tm_row, lane))
-        coords = _coords(w, coord, lane)
-        src = generic_smem(_mem(w, op.operands[1], lane))
+        key = (
+            w.value(tm_row, lane),
+            tuple(_coords(w, coord, lane)),
+            generic_smem(_mem(w, op.operands[1], lane)),
+            lane if reduce else -1,
+        )
+        boxes.setdefault(key, []).append(lane)
+    for (map_address, box, src, _), lanes in boxes.items():
+        tm = tensor_map(map_address)
+        coords = list(box)
         size = int(np.prod(tm.box)) * tm.itemsize * (4 if scatter else 1)
 
         def write(data: np.ndarray, tm: TensorMap = tm, coords: list[int] = coords) -> None:
@@ -273,20 +323,29 @@ def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
             else:
                 write_box(machine, tm, coords, data, reduce)
 
-        machine.submit_store(w, lane, src, size, tm.swizzle, write)
+        machine.submit_store(w, lanes, src, size, tm.swizzle, write)
 
 
 _REDUCE = {"add", "min", "max", "and", "or", "xor", "inc", "dec"}
 _REDUCE_TYPES: dict[str, tuple[Any, str]] = {
-    "u32": (np.uint32, ""), "s32": (np.int32, ""), "u64": (np.uint64, ""), "s64": (np.int64, ""),
-    "b32": (np.uint32, ""), "b64": (np.uint64, ""), "f16": (np.float16, ""),
-    "bf16": (np.uint16, "bf16"), "f32": (np.float32, ""), "f64": (np.float64, ""),
+    "u32": (np.uint32, ""),
+    "s32": (np.int32, ""),
+    "u64": (np.uint64, ""),
+    "s64": (np.int64, ""),
+    "b32": (np.uint32, ""),
+    "b64": (np.uint64, ""),
+    "f16": (np.float16, ""),
+    "bf16": (np.uint16, "bf16"),
+    "f32": (np.float32, ""),
+    "f64": (np.float64, ""),
 }
 
 
-def global_bytes(machine: Machine, address: int, size: int) -> np.ndarray:
+def global_bytes(machine: Machine, address: int, size: int, write: bool = False) -> np.ndarray:
     machine.check_global(address, size)
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
+    if machine.checker is not None:
+        machine.checker.global_memory(address, size, write)
+    return host_bytes(address, size)
 
 
 def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
@@ -304,16 +363,21 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
             kind = next((m for m in mods if m in _REDUCE), None) if reduce else None
             types = _REDUCE_TYPES[mods[-1]] if reduce else None
 
-            def write(data: np.ndarray, dst: int = dst, size: int = size, types: Any = types,
-                      kind: str | None = kind) -> None:
-                out = global_bytes(machine, dst, size)
+            def write(
+                data: np.ndarray,
+                dst: int = dst,
+                size: int = size,
+                types: Any = types,
+                kind: str | None = kind,
+            ) -> None:
+                out = global_bytes(machine, dst, size, True)
                 if kind is None or types is None:
                     out[:] = data
                 else:
                     view = out.view(types[0])
                     view[:] = combine(kind, view, data.view(types[0]), types[1])
 
-            machine.submit_store(w, lane, generic_smem(src), size, 0, write)
+            machine.submit_store(w, [lane], generic_smem(src), size, 0, write)
             continue
         barrier = generic_smem(_mem(w, op.operands[3], lane))
         dst = generic_smem(dst)
@@ -322,8 +386,10 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
             mask = w.value(op.operands[4], lane) & 0xFFFF
             targets = [i for i in range(16) if mask >> i & 1]
         for target in targets:
-            owner = target if len(targets) > 1 or "multicast::cluster" in mods else (
-                barrier >> L.RANK_SHIFT
+            owner = (
+                target
+                if len(targets) > 1 or "multicast::cluster" in mods
+                else (barrier >> L.RANK_SHIFT)
             )
             if from_shared:
                 source = generic_smem(src)
@@ -331,12 +397,17 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
                 at = source & _OFFSET
                 if reduce:
                     raise EmulatorError("reductions into shared memory are not implemented", mods)
-                read = lambda cta=cta, at=at, size=size: read_smem(cta, at, size, 0)  # noqa: E731
+
+                def read(cta: Cta = cta, at: int = at, size: int = size) -> np.ndarray:
+                    if machine.checker is not None:
+                        machine.checker.smem(cta, at, size, False)
+                    return read_smem(cta, at, size, 0)
             else:
-                read = lambda src=src, size=size: global_bytes(machine, src, size).copy()  # noqa: E731
-            machine.submit_load(
-                w, target, dst & _OFFSET, size, read, 0, (owner, barrier & _OFFSET)
-            )
+
+                def read(src: int = src, size: int = size) -> np.ndarray:  # type: ignore[misc]
+                    return global_bytes(machine, src, size).copy()
+
+            machine.submit_load(w, target, dst & _OFFSET, size, read, 0, (owner, barrier & _OFFSET))
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:

@@ -53,6 +53,8 @@ def read_operand(
         raise EmulatorError(
             "an MMA operand must lie inside shared memory", f"start {start:#x}, {rows} rows"
         )
+    if cta.on_read is not None:
+        cta.on_read(cta, addr >> 4)
     chunks = cta.smem.reshape(-1, 16)[addr >> 4]
     if not mn_major:
         return chunks.reshape(rows, k_bytes)
@@ -140,7 +142,7 @@ def op_mma(machine: Machine, w: Warp, op: Any) -> None:
     b_word = w.value(rest[0], lane)
     scale_d = bool(w.value(rest[1], lane)) if len(rest) > 1 else True
     imm = [w.signed(r, lane) for r in rest[2:]]
-    scale_a, scale_b = (imm + [1, 1])[:2]
+    scale_a, scale_b = [*imm, 1, 1][:2]
     registers = isinstance(op.operands[1], tuple)
     trans_b = bool(imm[-1]) if len(imm) > 2 else False
     trans_a = bool(imm[2]) if not registers and len(imm) > 3 else False
@@ -157,9 +159,7 @@ def op_mma(machine: Machine, w: Warp, op: Any) -> None:
         if ad is None:
             a = _register_a(op.operands[1][1], w, a_type)
         else:
-            tile = read_operand(
-                w.cta, ad.start, 64, k_bytes_a, ad.swizzle, ad.lbo, ad.sbo, trans_a
-            )
+            tile = read_operand(w.cta, ad.start, 64, k_bytes_a, ad.swizzle, ad.lbo, ad.sbo, trans_a)
             a = to_float(np.ascontiguousarray(tile[16 * index : 16 * index + 16]), a_type)
         product = a @ b.T
         if scale_a * scale_b < 0:
@@ -168,32 +168,23 @@ def op_mma(machine: Machine, w: Warp, op: Any) -> None:
             product += _fragment(d_rows, w, n)
         _scatter(d_rows, w, n, product)
 
-    if w.queue is None:
-        w.queue = []  # identity of this warp's ordered queue, and its committed group ends
-    machine.engine.submit("wgmma", w, [run], queue=w.queue)
+    w.open_ops.append(machine.engine.submit("wgmma", w, [run], queue=w.groups))
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:
-    if machine.engine.immediate:
-        return
-    open_ops = [p for p in machine.engine.pending if p.queue is w.queue and w.queue is not None]
-    known = [p for group in w.queue or [] for p in group]
-    group = [p for p in open_ops if not any(p is q for q in known)]
-    if w.queue is None:
-        w.queue = []
-    w.queue.append(group)
+    w.groups.append(w.open_ops)
+    w.open_ops = []
 
 
 def op_wait(machine: Machine, w: Warp, op: Any) -> Any:
     """wgmma.wait_group N: completes all but the newest N groups of the warp."""
-    if machine.engine.immediate or not w.queue:
-        return None
     keep = op.ins.operands[0][1]
-    while len(w.queue) > keep:
-        for p in w.queue[0]:
+    while len(w.groups) > keep:
+        for p in w.groups.pop(0):
             while not p.finished:
                 machine.engine.step(p)
-        w.queue.pop(0)
+            if machine.checker is not None:
+                machine.checker.observe(w, p.agent)
     return None
 
 

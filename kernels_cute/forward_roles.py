@@ -1,0 +1,385 @@
+"""The roles of the forward kernel: what each warp does with a task, and comm workers with an item."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from . import comm, program, sync
+from .epilogue.swiglu import swiglu
+from .gemm.operands import RowSource, Tma
+from .invariant import Invariant
+from .megakernel import WARPS, MegaKernel
+from .program import DOWN, END, SHARED_DOWN, SHARED_UP, UP
+from .queue import Entry, next_slot
+from .sync import int_ptr
+
+CHUNK_N = 64  # columns of a staging buffer
+
+
+class Sources(NamedTuple):
+    """TMA loads: A operands (rows, k) and B operands (n, k, expert)."""
+
+    x: Tma  # the rank's own tokens, for the shared expert
+    x_rows: RowSource  # the same, gathered
+    x_ring: Tma
+    hidden: Tma
+    shared_hidden: Tma
+    gate: Tma
+    up: Tma
+    down: Tma
+    shared_gate: Tma
+    shared_up: Tma
+    shared_down: Tma
+
+
+class Targets(NamedTuple):
+    """TMA stores of (128, 64) chunks."""
+
+    hidden: Tma
+    y: Tma
+    shared_hidden: Tma
+    shared_y: Tma
+    gate: Tma  # saved pre-activations: only with save_context
+    up: Tma
+    shared_gate: Tma
+    shared_up: Tma
+
+
+class Schedule(NamedTuple):
+    """The schedule's device arrays."""
+
+    num_rows: cute.Pointer  # int32 [1]: padded rows of this rank
+    block_expert: cute.Pointer  # int32 [blocks]: local expert of a row block
+    rows: comm.Rows
+
+
+class Sizes(NamedTuple):
+    """Run-time sizes."""
+
+    tokens: Int32
+    hidden: Int32
+    intermediate: Int32
+    shared_intermediate: Int32
+    topk: Int32
+    minibatch: Int32
+    macrobatch: Int32
+    max_minibatches: Int32  # of the counter array
+    max_blocks: Int32
+    num_comm_ctas: Int32
+
+
+class Buffers(NamedTuple):
+    """Addresses that comm workers use."""
+
+    x_ring: Int64  # bf16 [macrobatch, H]
+    y_ring: Int64  # bf16 [macrobatch, H]
+    x_heap: Int64  # rank 0's bf16 [max tokens, H]; rank r's is r*rank_stride further
+    slots_heap: Int64  # rank 0's bf16 [max tokens * K, H]
+    counters: Int64  # int32
+
+
+class Context(Invariant):
+    """The kernel's arguments, as its roles see them."""
+
+    def __init__(self, sources, targets, schedule, sizes, buffers, watch, swiglu_limit):
+        self.sources: Sources = sources
+        self.targets: Targets = targets
+        self.schedule: Schedule = schedule
+        self.sizes: Sizes = sizes
+        self.buffers: Buffers = buffers
+        self.watch: sync.Watch = watch
+        self.swiglu_limit: Float32 = swiglu_limit
+        layout = program.counter_layout(sizes.max_minibatches, sizes.max_blocks, 0)
+        base = int_ptr(buffers.counters)
+        self.counters = program.Counters(*[base + at for at in layout])  # pointers, not offsets
+
+
+class ForwardRoles(MegaKernel):
+    """Base of ``ForwardKernel``."""
+
+    entry = Entry
+
+    @cute.jit
+    def decode(self, ctx, prog, ticket):
+        """The queue entry of a ticket."""
+        task = prog.task(ticket)
+        kind, sizes = task.kind, ctx.sizes
+        expert = Int32(0)
+        if kind == UP or kind == DOWN:
+            expert = cute.arch.load(ctx.schedule.block_expert + task.block, Int32)
+        k_size = sync.select(
+            kind == DOWN,
+            sizes.intermediate,
+            sync.select(kind == SHARED_DOWN, sizes.shared_intermediate, sizes.hidden),
+        )
+        k_tiles = k_size // self.mainloop.TILE_K
+        ring_block = task.block % prog.ring_blocks
+        return Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
+
+    @cute.jit
+    def wait_for(self, ctx, prog, entry):
+        """Return once a task can run: what it reads is there, what it overwrites has been read."""
+        counters, watch, ticket, role = ctx.counters, ctx.watch, entry.ticket, self.wait_role
+        minibatch, block = entry.minibatch, entry.block
+        previous = prog.previous(minibatch)  # of the minibatch's ring slot
+        if entry.kind == UP:
+            if cutlass.const_expr(not self.direct):
+                sync.wait_at_least(
+                    counters.x_ready + minibatch, prog.x_ready_target(minibatch), watch,
+                    role, 0, ticket, minibatch,
+                )  # fmt: skip
+            if previous < prog.minibatches:
+                sync.wait_at_least(
+                    counters.y_ready + previous, prog.y_ready_target(previous), watch,
+                    role, 1, ticket, previous,
+                )  # fmt: skip
+        elif entry.kind == DOWN:
+            sync.wait_at_least(
+                counters.hidden_ready + block, prog.hidden_ready_target(), watch,
+                role, 3, ticket, block,
+            )  # fmt: skip
+            if cutlass.const_expr(not self.direct):
+                if previous < prog.minibatches:
+                    sync.wait_at_least(
+                        counters.y_free + previous, prog.y_free_target(previous), watch,
+                        role, 2, ticket, previous,
+                    )  # fmt: skip
+        elif entry.kind == SHARED_DOWN:
+            sync.wait_at_least(
+                counters.shared_hidden_ready + block, prog.shared_hidden_ready_target(), watch,
+                role, 4, ticket, block,
+            )  # fmt: skip
+
+    @cute.jit
+    def load_role(self, ctx, prog, shared):
+        """Load the tiles of tasks that can run."""
+        main, bars, sources, direct = self.mainloop, shared.bars, ctx.sources, self.direct
+        sA, sB, rows = shared.sA, shared.sB_half, main.CTA_ROWS
+        x = main.partition(sources.x, sA, rows)
+        x_ring = main.partition(sources.x_ring, sA, rows)
+        hidden = main.partition(sources.hidden, sA, rows)
+        shared_hidden = main.partition(sources.shared_hidden, sA, rows)
+        gate = main.partition(sources.gate, sB, main.half_n)
+        up = main.partition(sources.up, sB, main.half_n)
+        down = main.partition(sources.down, sB, main.half_n)
+        shared_gate = main.partition(sources.shared_gate, sB, main.half_n)
+        shared_up = main.partition(sources.shared_up, sB, main.half_n)
+        shared_down = main.partition(sources.shared_down, sB, main.half_n)
+        zero = Int32(0)
+
+        stage, phase = Int32(0), Int32(0)
+        feed = self.first_task(ctx)
+        kind = Int32(SHARED_UP)
+        while kind != END:
+            entry, feed = self.next_task(ctx, prog, shared, feed)
+            kind = entry.kind
+            # What was waited for reached memory by way of other threads; TMA reads past them.
+            cute.arch.fence_proxy("async.global")
+            if kind == UP:
+                stage, phase = main.load_tile(
+                    bars, x_ring, not direct, entry.ring_block, gate, entry.n, up, entry.n,
+                    entry.expert, entry.k_tiles, stage, phase,
+                )  # fmt: skip
+            elif kind == DOWN:
+                stage, phase = main.load_tile(
+                    bars, hidden, True, entry.ring_block, down, 2 * entry.n, down, 2 * entry.n + 1,
+                    entry.expert, entry.k_tiles, stage, phase,
+                )  # fmt: skip
+            elif kind == SHARED_UP:
+                stage, phase = main.load_tile(
+                    bars, x, True, entry.block, shared_gate, entry.n, shared_up, entry.n,
+                    zero, entry.k_tiles, stage, phase,
+                )  # fmt: skip
+            elif kind == SHARED_DOWN:
+                stage, phase = main.load_tile(
+                    bars, shared_hidden, True, entry.block, shared_down, 2 * entry.n,
+                    shared_down, 2 * entry.n + 1, zero, entry.k_tiles, stage, phase,
+                )  # fmt: skip
+        main.finish_loads(bars, stage, phase)
+
+    @cute.jit
+    def gather_role(self, ctx, shared):
+        """Copy the A rows of up tasks from x; keep step in the other tasks."""
+        main, bars, queue = self.mainloop, shared.bars, shared.queue
+        thread = cute.arch.thread_idx()[0] - self.first_gather_warp * 32
+        sA_address = shared.sA.iterator.toint()
+        stage, phase = Int32(0), Int32(0)
+        slot, slot_phase = Int32(0), Int32(0)
+        kind = Int32(SHARED_UP)
+        while kind != END:
+            entry = queue.get(slot, slot_phase)
+            slot, slot_phase = next_slot(slot, slot_phase)
+            kind = entry.kind
+            if kind == UP:
+                first = self.row_tile(entry.block) * main.CTA_ROWS
+                stage, phase = main.gather(
+                    bars, sA_address, ctx.sources.x_rows,
+                    ctx.schedule.rows.peer_token_idx + first, ctx.sizes.topk, thread,
+                    entry.k_tiles, stage, phase,
+                )  # fmt: skip
+            elif kind != END:
+                stage, phase = main.pass_tile(bars, entry.k_tiles, stage, phase)
+
+    @cute.jit
+    def result_role(self, ctx, shared, worker):
+        """Take finished accumulators, apply the epilogue, hand finished chunks to the store warp."""
+        main, bars, queue = self.mainloop, shared.bars, shared.queue
+        at, phase = Int32(0), Int32(0)  # Hopper: the stage; Blackwell: the accumulator
+        slot, slot_phase = Int32(0), Int32(0)
+        chunk, chunk_phase = Int32(0), Int32(0)
+        kind = Int32(SHARED_UP)
+        while kind != END:
+            entry = queue.get(slot, slot_phase)
+            slot, slot_phase = next_slot(slot, slot_phase)
+            kind = entry.kind
+            if kind != END:
+                at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
+                if kind == UP or kind == SHARED_UP:
+                    chunk, chunk_phase = self.up_epilogue(
+                        ctx, shared, worker, at, chunk, chunk_phase
+                    )
+                else:
+                    chunk, chunk_phase = self.down_epilogue(shared, worker, at, chunk, chunk_phase)
+                at, phase = main.give_back(worker, bars, at, phase)
+
+    @cute.jit
+    def up_epilogue(self, ctx, shared, worker, at, chunk, phase):
+        """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
+        up_n = self.tile.up_n
+        for c in cutlass.range_constexpr(up_n // CHUNK_N):
+            chunk, phase = self.put_chunk(
+                shared, worker, at, (c * CHUNK_N, c * CHUNK_N + up_n), chunk, phase,
+                lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
+            )  # fmt: skip
+            if cutlass.const_expr(self.save_context):
+                for column in (c * CHUNK_N, c * CHUNK_N + up_n):
+                    chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
+        return chunk, phase
+
+    @cute.jit
+    def down_epilogue(self, shared, worker, at, chunk, phase):
+        """y, rounded to BF16."""
+        for c in cutlass.range_constexpr(self.tile.down_n // CHUNK_N):
+            chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
+        return chunk, phase
+
+    @cute.jit
+    def put_chunk(
+        self, shared, worker, at, columns: cutlass.Constexpr[tuple[int, ...]], chunk, phase,
+        formula: cutlass.Constexpr = lambda value: value,
+    ):  # fmt: skip
+        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result."""
+        main, staging = self.mainloop, self.staging
+        sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
+        for piece in cutlass.range_constexpr(staging.PIECES):
+            first = [column + piece * main.PIECE for column in columns]
+            values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
+            chunk, phase = staging.put(
+                values, shared.stores, sD_row, worker.row, chunk, phase, piece
+            )
+        return chunk, phase
+
+    @cute.jit
+    def store_role(self, ctx, shared):
+        """Write finished chunks with TMA; when a tile is in memory, signal its counter."""
+        staging, stores, queue = self.staging, shared.stores, shared.queue
+        targets, counters, sD, zero = ctx.targets, ctx.counters, shared.sD, Int32(0)
+        up_chunks, down_chunks = self.tile.up_n // CHUNK_N, self.tile.down_n // CHUNK_N
+        hidden = (staging.partition(targets.hidden, sD),)
+        y = (staging.partition(targets.y, sD),)
+        shared_hidden = (staging.partition(targets.shared_hidden, sD),)
+        shared_y = (staging.partition(targets.shared_y, sD),)
+        if cutlass.const_expr(self.save_context):
+            hidden += (staging.partition(targets.gate, sD), staging.partition(targets.up, sD))
+            shared_hidden += (
+                staging.partition(targets.shared_gate, sD),
+                staging.partition(targets.shared_up, sD),
+            )
+        slot, slot_phase = Int32(0), Int32(0)
+        chunk, phase = Int32(0), Int32(0)
+        kind = Int32(SHARED_UP)
+        while kind != END:
+            entry = queue.get(slot, slot_phase)
+            slot, slot_phase = next_slot(slot, slot_phase)
+            kind = entry.kind
+            if kind == UP:
+                rows = self.row_tile(entry.ring_block)
+                chunk, phase = staging.store_tile(
+                    stores, hidden, rows, entry.n, up_chunks, zero, chunk, phase
+                )
+                staging.signal(counters.hidden_ready + entry.block)
+            elif kind == DOWN:
+                y_block = entry.block if cutlass.const_expr(self.direct) else entry.ring_block
+                chunk, phase = staging.store_tile(
+                    stores, y, self.row_tile(y_block), entry.n, down_chunks, zero, chunk, phase
+                )
+                staging.signal(counters.y_ready + entry.minibatch)
+            elif kind == SHARED_UP:
+                rows = self.row_tile(entry.block)
+                chunk, phase = staging.store_tile(
+                    stores, shared_hidden, rows, entry.n, up_chunks, zero, chunk, phase
+                )
+                staging.signal(counters.shared_hidden_ready + entry.block)
+            elif kind == SHARED_DOWN:
+                rows = self.row_tile(entry.block)
+                chunk, phase = staging.store_tile(
+                    stores, shared_y, rows, entry.n, down_chunks, zero, chunk, phase
+                )
+                staging.drain()
+
+    @cute.jit
+    def comm_cta(self, ctx, prog, shared):
+        """Take comm items in order: pull rows into the ring, push finished rows to their slots."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers
+        item_word = shared.comm_item
+        count = self.tile.comm_m
+        index = Int32(0)
+        while index < prog.items:
+            if thread == 0:
+                drawn = cute.arch.atomic_add(
+                    ctx.counters.comm_ticket, Int32(1), sem="relaxed", scope="gpu"
+                )
+                cute.arch.store(item_word, drawn)
+            cute.arch.sync_threads()
+            index = cute.arch.load(item_word, Int32)
+            if index < prog.items:
+                item = prog.item(index)
+                ring_row = Int64(item.row % sizes.macrobatch)
+                if thread == 0:
+                    self.wait_item(ctx, prog, item, index)
+                cute.arch.sync_threads()
+                if item.kind == program.DISPATCH:
+                    comm.pull_rows(
+                        rows, item.row, count, buffers.x_heap, sizes.topk,
+                        buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
+                    )  # fmt: skip
+                    cute.arch.fence_proxy("async.global")
+                else:
+                    comm.push_rows(
+                        rows, item.row, count, buffers.y_ring + ring_row * rows.row_bytes,
+                        buffers.slots_heap, warp, WARPS,
+                    )  # fmt: skip
+                cute.arch.sync_threads()
+                if thread == 0:
+                    if item.kind == program.DISPATCH:
+                        sync.arrive(ctx.counters.x_ready + item.minibatch)
+                    else:
+                        sync.arrive(ctx.counters.y_free + item.minibatch)
+            else:
+                cute.arch.sync_threads()
+
+    @cute.jit
+    def wait_item(self, ctx, prog, item, index):
+        """Dispatch waits until its slot's previous minibatch is computed, combine for its own."""
+        awaited = sync.select(
+            item.kind == program.DISPATCH, prog.previous(item.minibatch), item.minibatch
+        )
+        if awaited < prog.minibatches:
+            sync.wait_at_least(
+                ctx.counters.y_ready + awaited, prog.y_ready_target(awaited), ctx.watch,
+                1, 1, index, awaited,
+            )  # fmt: skip

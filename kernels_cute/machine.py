@@ -1,0 +1,153 @@
+"""The two machines in numbers, and what is refused before anything is compiled.
+
+Host-side Python without the kernel language, so that planning works where it is not installed.
+"""
+
+from dataclasses import dataclass
+
+from mok.errors import ResourceError
+
+SMEM_BYTES = 227 * 1024  # what one CTA can have, on sm_90 and on sm_100
+CONTROL_BYTES = (
+    1024  # barriers, queue entries, single words: in front of the 1024-byte aligned buffers
+)
+CHUNK_N = 64  # columns of a staging buffer
+TILE_K = 64  # BF16 elements of a 128-byte row
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a mainloop is built for.
+
+    Attributes:
+        ctas: CTAs that work on one task, the cluster's size.
+        tile_m: rows of a task; each CTA holds 128 of them.
+        tmem_columns: columns of tensor memory, 0 where accumulators live in registers.
+        acc_stages: accumulators in tensor memory.
+        stages, group_m: defaults of the kernels' arguments.
+        scheduling: ways to get the next task, the default first.
+    """
+
+    name: str
+    ctas: int
+    tile_m: int
+    tmem_columns: int
+    acc_stages: int
+    stages: int
+    group_m: int
+    scheduling: tuple[str, ...]
+
+    def stage_bytes(self, tile_n: int) -> int:
+        """Shared memory of one A/B stage per CTA: 128 rows of A, its share of B's tile_n rows."""
+        return (128 + tile_n // self.ctas) * TILE_K * 2
+
+    def smem_bytes(self, tile_n: int, stages: int, store_stages: int) -> int:
+        """Shared memory of a CTA."""
+        staging = store_stages * 128 * CHUNK_N * 2
+        return CONTROL_BYTES + stages * self.stage_bytes(tile_n) + staging
+
+
+HOPPER = Machine("Hopper", 1, 128, 0, 0, 4, 16, ("tickets",))
+BLACKWELL = Machine("Blackwell", 2, 256, 512, 2, 6, 8, ("clc", "tickets"))
+MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
+
+
+def machine_of(arch: str) -> Machine:
+    """The machine of an architecture.
+
+    Raises:
+        ResourceError: there are no kernels for it.
+    """
+    if arch not in MACHINES:
+        raise ResourceError(
+            f"arch must be one of {', '.join(MACHINES)}",
+            repr(arch),
+            "Use a Hopper or Blackwell GPU.",
+        )
+    return MACHINES[arch]
+
+
+def check_tile(arch: str, tile_n: int, stages: int, store_stages: int = 2) -> None:
+    """Refuse a tile and its stages where they do not fit.
+
+    Raises:
+        ResourceError: names the budget that breaks.
+    """
+    machine = machine_of(arch)
+    if tile_n not in (128, 256):
+        raise ResourceError(
+            f"tile_n must be 128 or 256: two halves of whole {CHUNK_N}-column chunks, at most 256",
+            tile_n,
+        )
+    if stages < 2:
+        raise ResourceError("stages must be at least 2", stages, "Loads need a stage of their own.")
+    columns = machine.acc_stages * tile_n
+    if columns > machine.tmem_columns:
+        raise ResourceError(
+            f"{machine.acc_stages} accumulators of tile_n columns must fit {machine.tmem_columns} "
+            "columns of tensor memory",
+            columns,
+            "Use a smaller tile_n.",
+        )
+    need = machine.smem_bytes(tile_n, stages, store_stages)
+    if need > SMEM_BYTES:
+        most = (SMEM_BYTES - machine.smem_bytes(tile_n, 0, store_stages)) // machine.stage_bytes(
+            tile_n
+        )
+        raise ResourceError(
+            f"stages and staging must fit {SMEM_BYTES} bytes of shared memory per CTA on {arch}",
+            f"{need} bytes for {stages} stages of {machine.stage_bytes(tile_n)} and {store_stages} "
+            f"staging buffers of {128 * CHUNK_N * 2}",
+            f"Use at most {most} stages with tile_n = {tile_n}.",
+        )
+
+
+def check_scheduling(arch: str, scheduling: str | None) -> str:
+    """The way to get the next task: the machine's default for None.
+
+    Raises:
+        ResourceError: the machine does not have it.
+    """
+    known = machine_of(arch).scheduling
+    if scheduling is None:
+        return known[0]
+    if scheduling not in known:
+        raise ResourceError(
+            f"scheduling on {arch} must be one of {', '.join(known)}",
+            repr(scheduling),
+            "Cluster Launch Control came with Blackwell.",
+        )
+    return scheduling
+
+
+def check_launch(
+    arch: str, grid: int, num_comm_ctas: int, num_sms: int, minibatch: int, macrobatch: int
+) -> None:
+    """Refuse a launch that could not run to its end, or whose sizes do not match the tile.
+
+    Args:
+        grid: CTAs. num_comm_ctas: of these, comm workers. num_sms: usable SMs.
+
+    Raises:
+        ResourceError: the rule, the value and what to change.
+    """
+    machine = machine_of(arch)
+    for name, value in (("grid", grid), ("num_comm_ctas", num_comm_ctas)):
+        if value % machine.ctas:
+            raise ResourceError(
+                f"{name} must be a multiple of the cluster's {machine.ctas} CTAs on {arch}",
+                value,
+                f"Use {-(-value // machine.ctas) * machine.ctas}.",
+            )
+    for name, value in (("the grid", grid), ("the usable SMs", num_sms)):
+        if num_comm_ctas + machine.ctas > value:
+            raise ResourceError(
+                f"comm workers and one compute cluster of {machine.ctas} must fit {name}",
+                f"{num_comm_ctas} + {machine.ctas} > {value}",
+                "Use fewer comm SMs, or free SMs.",
+            )
+    if minibatch % machine.tile_m or macrobatch % max(minibatch, 1) or minibatch <= 0:
+        raise ResourceError(
+            f"minibatch must be a positive multiple of {machine.tile_m} on {arch}, and divide macrobatch",
+            f"minibatch {minibatch}, macrobatch {macrobatch}",
+        )

@@ -1,0 +1,393 @@
+"""What the megakernels share: shared memory, start-up, and which warp does what on which machine.
+
+A kernel brings its roles as methods; this class brings the machine. Warps of a compute CTA:
+
+    Hopper (one CTA per task)                Blackwell (two CTAs per task)
+    0     load: draws, waits, loads          0     load
+    1     store                              1     store
+    2-3   gather (direct)                    2     MMA: the first CTA's works for both
+    4-11  multiply, then the epilogue        3     first CTA: scheduler, draws and waits for both
+                                                   second CTA: relay of the scheduler's entries
+                                             4-7   epilogue
+                                             8-11  gather (direct)
+
+In ring builds the first clusters to start are comm workers, the others compute. Order of starting, not the
+block index, decides: so comm workers run before any compute cluster exists that waits for them, whatever
+the order in which the hardware starts or cancels clusters.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from . import ptx_sm100, sync
+from .epilogue.staging import RowStaging, Staging
+from .gemm import sm90, sm100
+from .gemm.operands import Stages, aligned, view
+from .invariant import Invariant
+from .machine import HOPPER, check_scheduling, check_tile, machine_of
+from .queue import (
+    DEPTH,
+    WORDS,
+    LaunchControl,
+    PairQueue,
+    Starts,
+    TaskQueue,
+    broadcast,
+    draw,
+    next_slot,
+)
+
+LOAD_WARP, STORE_WARP = 0, 1
+THREADS = 384
+WARPS = THREADS // 32
+END = 0  # the kind of a queue's last entry, in every task program
+
+
+class Feed(NamedTuple):
+    """Where a load warp is in its tasks: the ticket drawn ahead (Hopper), the queue slot and its phase."""
+
+    ticket: Int32
+    slot: Int32
+    phase: Int32
+
+
+class Shared(Invariant):
+    """A CTA's shared memory: queue, mbarriers, stages, and the single words."""
+
+    def __init__(self, queue, bars, stores, sA, sB, sB_half, sD, storage, order):
+        self.queue = queue
+        self.bars = bars
+        self.stores = stores
+        self.sA = sA
+        self.sB = sB
+        self.sB_half = sB_half
+        self.sD = sD
+        self.storage = storage
+        self.order = order  # of this cluster among those that started; 0 where nobody counts
+
+    @property
+    def comm_item(self) -> cute.Pointer:
+        """int32 [1]: the comm item drawn for the CTA."""
+        return self.storage.comm_item.data_ptr()
+
+
+class MegaKernel:
+    """Base of the megakernels.
+
+    Args:
+        arch: "sm_90a", "sm_100a" or "sm_103a".
+        direct: rows are gathered in place (one rank, BF16); otherwise they pass the ring.
+        tile_n: accumulator columns.
+        stages: A/B stages in shared memory; None for the machine's default.
+        scheduling: "clc" or "tickets"; None for the machine's default. Without Cluster Launch Control
+            every cluster draws tickets to the end, and the grid should be what fits the GPU.
+
+    Raises:
+        mok.errors.ResourceError: the configuration does not fit the machine.
+    """
+
+    def __init__(
+        self, arch: str, direct: bool, tile_n: int, stages: int | None, scheduling: str | None
+    ):
+        self.arch = arch
+        self.direct = direct
+        self.machine = machine_of(arch)
+        self.scheduling = check_scheduling(arch, scheduling)
+        stages = self.machine.stages if stages is None else stages
+        check_tile(arch, tile_n, stages)
+        self.hopper = self.machine is HOPPER
+        self.ctas = self.machine.ctas
+        if self.hopper:
+            gather_warps = 2 if direct else 0
+            self.first_gather_warp = 2
+            self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps)
+            self.staging = Staging(self.mainloop.CTA_ROWS, 8)
+            self.readers = 1 + gather_warps + 8  # store, gather, MMA
+        else:
+            gather_warps = 4 if direct else 0
+            self.first_gather_warp = 8
+            self.mainloop = sm100.Mainloop(tile_n, stages, gather_warps)
+            self.staging = RowStaging(self.mainloop.CTA_ROWS, self.mainloop.EPILOGUE_WARPS)
+            # Load, store, epilogue and gather warps; in the first CTA also the MMA warp.
+            self.readers = 2 + self.mainloop.EPILOGUE_WARPS + gather_warps
+        self.wait_role = sync.ROLES.index("load" if self.hopper else "scheduler")
+        self.use_clc = self.scheduling == "clc"
+        self.counts_starts = self.use_clc or not direct
+
+    # ---------------------------------------------------------------- host
+
+    def setup(self) -> None:
+        """Build layouts; host and device code each need their own."""
+        self.mainloop.setup()
+        self.staging.setup()
+
+    def make_storage(self) -> type:
+        """The shared memory of a CTA, as a ``cute.struct``."""
+        array, words = cute.struct.MemRange, cute.struct.Align
+        fields = {
+            **self.mainloop.storage(),
+            "queue_full": array[Int64, DEPTH],
+            "queue_empty": array[Int64, DEPTH],
+            "store_full": array[Int64, self.staging.stages],
+            "store_empty": array[Int64, self.staging.stages],
+            "queue_words": words[array[Int32, DEPTH * WORDS], 16],
+            "comm_item": array[Int32, 2],
+            "order": array[Int32, 2],
+        }
+        if not self.hopper:
+            fields |= {
+                "queue_arrived": array[Int64, DEPTH],
+                "queue_freed": array[Int64, DEPTH],
+                "tmem": array[Int32, 2],  # base address of the tensor memory
+                "launch_arrived": array[Int64, 1],
+                "launch_reply": words[array[Int32, 4], 16],
+            }
+        fields |= self.mainloop.buffers()
+        fields["sD"] = aligned(cute.cosize(self.staging.layout))
+        return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
+
+    def launch_options(self, grid: Int32, stream) -> dict[str, object]:
+        """Keyword arguments of the launch."""
+        return {
+            "grid": (grid, 1, 1),
+            "block": (THREADS, 1, 1),
+            "cluster": (self.ctas, 1, 1),
+            "min_blocks_per_mp": 1,
+            "stream": stream,
+        }
+
+    # -------------------------------------------------------------- device
+
+    def rank_in_cluster(self) -> Int32:
+        """Which CTA of a task's CTAs this is."""
+        return Int32(0) if self.hopper else cute.arch.block_idx_in_cluster()
+
+    def queue_readers(self):
+        """Warps of this CTA that read the queue."""
+        if self.hopper:
+            return self.readers
+        return sync.select(
+            self.rank_in_cluster() == 0, Int32(self.readers + 1), Int32(self.readers)
+        )
+
+    def row_tile(self, block: Int32) -> Int32:
+        """This CTA's 128 rows of a task's row block."""
+        return block if self.hopper else self.ctas * block + self.rank_in_cluster()
+
+    def starts(self, counter: cute.Pointer) -> Starts:
+        """Started clusters against the grid's."""
+        return Starts(counter, cute.arch.grid_dim()[0] // self.ctas)
+
+    @cute.jit
+    def cluster_sync(self):
+        """All threads of the cluster, with release and acquire."""
+        if cutlass.const_expr(self.hopper):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def enter(self, storage, started: cute.Pointer) -> Shared:
+        """Initialise the barriers, count this cluster, and let the cluster's CTAs see each other."""
+        main, staging = self.mainloop, self.staging
+        queue = self.make_queue(storage)
+        bars = main.bars(storage)
+        stores = Stages(storage.store_full.data_ptr(), storage.store_empty.data_ptr())
+        self.init_barriers(queue, bars, stores, storage, started)
+        self.cluster_sync()
+        order = Int32(0)
+        if self.counts_starts:
+            word = storage.order.data_ptr()
+            if self.hopper:
+                order = cute.arch.load(word, Int32)
+            else:
+                order = ptx_sm100.cluster_load(ptx_sm100.cluster_address(word.toint(), Int32(0)))
+        return Shared(
+            queue,
+            bars,
+            stores,
+            view(storage.sA, main.a_layout),
+            view(storage.sB, main.b_layout),
+            view(storage.sB, main.b_half_layout),
+            view(storage.sD, staging.layout),
+            storage,
+            order,
+        )
+
+    def make_queue(self, storage) -> TaskQueue:
+        """The queue in the shared storage."""
+        words = storage.queue_words.data_ptr()
+        full, empty = storage.queue_full.data_ptr(), storage.queue_empty.data_ptr()
+        if self.hopper:
+            return TaskQueue(words, full, empty)
+        arrived, freed = storage.queue_arrived.data_ptr(), storage.queue_freed.data_ptr()
+        return PairQueue(words, full, empty, arrived, freed)
+
+    @cute.jit
+    def init_barriers(self, queue, bars, stores, storage, started):
+        """One thread of each CTA."""
+        if cute.arch.warp_idx() == 0:
+            if cute.arch.lane_idx() == 0:
+                self.mainloop.init_barriers(bars)
+                queue.init(self.queue_readers())
+                self.staging.init_barriers(stores)
+                if cutlass.const_expr(self.use_clc):
+                    launch_control(storage).init()
+                if cutlass.const_expr(self.counts_starts):
+                    if self.rank_in_cluster() == 0:
+                        order = self.starts(started).add()
+                        cute.arch.store(storage.order.data_ptr(), order)
+            cute.arch.mbarrier_init_fence()
+
+    # ---- roles ----
+
+    @cute.jit
+    def compute_cta(self, ctx, prog, shared):
+        """Warp roles of a compute CTA."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.hopper):
+            self.hopper_roles(ctx, prog, shared, warp)
+        else:
+            self.blackwell_roles(ctx, prog, shared, warp)
+
+    @cute.jit
+    def hopper_roles(self, ctx, prog, shared, warp):
+        """Register budget: 4 warps of 80, 8 warps of 208."""
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(80)
+            if warp == LOAD_WARP:
+                self.load_role(ctx, prog, shared)
+            elif warp == STORE_WARP:
+                self.store_role(ctx, shared)
+            else:
+                if cutlass.const_expr(self.direct):
+                    self.gather_role(ctx, shared)
+        else:
+            cute.arch.setmaxregister_increase(208)
+            self.result_role(ctx, shared, self.mainloop.worker(warp, shared.sA, shared.sB))
+
+    @cute.jit
+    def blackwell_roles(self, ctx, prog, shared, warp):
+        """Accumulators in tensor memory leave every warp below the launch's 168 registers."""
+        MMA_WARP, SCHEDULER_WARP = 2, 3
+        columns = self.machine.tmem_columns
+        word = shared.storage.tmem.data_ptr()
+        if warp == MMA_WARP:
+            cute.arch.alloc_tmem(columns, word, is_two_cta=True)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
+            ptx_sm100.tcgen05_before_sync()
+        cute.arch.sync_threads()
+        ptx_sm100.tcgen05_after_sync()
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, word)
+        if warp == LOAD_WARP:
+            self.load_role(ctx, prog, shared)
+        elif warp == STORE_WARP:
+            self.store_role(ctx, shared)
+        elif warp == MMA_WARP:
+            if self.rank_in_cluster() == 0:
+                self.mma_role(shared, tmem)
+        elif warp == SCHEDULER_WARP:
+            if self.rank_in_cluster() == 0:
+                self.schedule_role(ctx, prog, shared)
+            else:
+                shared.queue.relay(END)
+        elif warp < self.first_gather_warp:
+            self.result_role(ctx, shared, self.mainloop.worker(warp, tmem.toint()))
+        else:
+            if cutlass.const_expr(self.direct):
+                self.gather_role(ctx, shared)
+        # Nobody leaves while the other CTA may still reach it, or its tensor memory is read.
+        self.cluster_sync()
+        if warp == MMA_WARP:
+            cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
+
+    def first_task(self, ctx) -> Feed:
+        """A load warp's feed before its first task."""
+        ticket = draw(ctx.counters.ticket) if self.hopper else Int32(0)
+        return Feed(ticket, Int32(0), Int32(0))
+
+    @cute.jit
+    def next_task(self, ctx, prog, shared, feed: Feed):
+        """The load warp's next task and feed. On Hopper it publishes it, draws one ahead and waits itself."""
+        slot, phase = next_slot(feed.slot, feed.phase)
+        ticket = feed.ticket
+        if cutlass.const_expr(self.hopper):
+            entry = self.decode(ctx, prog, broadcast(ticket))
+            shared.queue.put(entry, feed.slot, feed.phase)
+            ticket = draw(ctx.counters.ticket)
+            self.wait_for(ctx, prog, entry)
+        else:
+            entry = shared.queue.get(feed.slot, feed.phase, self.entry)
+        return entry, Feed(ticket, slot, phase)
+
+    @cute.jit
+    def schedule_role(self, ctx, prog, shared):
+        """Draw tickets for the pair while it has the right to; publish each task, one ahead, once it can run."""
+        queue, starts = shared.queue, self.starts(ctx.counters.started)
+        control = launch_control(shared.storage)
+        slot, phase = Int32(0), Int32(0)
+        right = Int32(1)  # to draw one more ticket: the launch gave the first
+        asked, reply_phase = Int32(0), Int32(0)
+        asking = Int32(1 if self.use_clc else 0)
+        kind = Int32(END + 1)
+        while kind != END:
+            queue.wait_free(slot, phase)
+            if asked != 0:
+                asking = self.granted(control, starts, reply_phase)
+                reply_phase = reply_phase ^ 1
+                asked = Int32(0)
+                right = asking
+                if asking == 0:
+                    right = starts.all_started()
+            ticket = Int32(prog.tasks)  # decodes to END
+            if right != 0:
+                ticket = broadcast(draw(ctx.counters.ticket))
+            entry = self.decode(ctx, prog, ticket)
+            self.wait_for(ctx, prog, entry)
+            queue.put(entry, slot, phase)
+            slot, phase = next_slot(slot, phase)
+            kind = entry.kind
+            if kind != END and asking != 0:
+                control.ask()
+                asked = Int32(1)
+        # No ticket is left: clusters that have not started need not.
+        while asking != 0:
+            control.ask()
+            asking = self.granted(control, starts, reply_phase)
+            reply_phase = reply_phase ^ 1
+
+    @cute.jit
+    def granted(self, control, starts, phase):
+        """1 if a cluster's launch was cancelled for this pair, which then counts it; 0 for a refusal."""
+        grant = control.answer(phase)
+        if grant != 0 and cute.arch.lane_idx() == 0:
+            starts.add()
+        return grant
+
+    @cute.jit
+    def mma_role(self, shared, tmem):
+        """Multiply for both CTAs, into one accumulator after the other."""
+        main, bars, queue = self.mainloop, shared.bars, shared.queue
+        tCrA, tCrB, tCtAcc = main.fragments(shared.storage, tmem)
+        stage, phase = Int32(0), Int32(0)
+        acc, acc_phase = Int32(0), Int32(0)
+        slot, slot_phase = Int32(0), Int32(0)
+        kind = Int32(END + 1)
+        while kind != END:
+            entry = queue.get(slot, slot_phase, self.entry)
+            slot, slot_phase = next_slot(slot, slot_phase)
+            kind = entry.kind
+            if kind != END:
+                stage, phase = main.mma_tile(
+                    bars, tCrA, tCrB, tCtAcc, entry.k_tiles, stage, phase, acc, acc_phase
+                )
+                acc, acc_phase = sync.advance(acc, acc_phase, main.acc_stages)
+        main.finish_mma(bars, acc, acc_phase)
+
+
+def launch_control(storage) -> LaunchControl:
+    """The scheduler warp's query, in the shared storage."""
+    return LaunchControl(storage.launch_reply.data_ptr(), storage.launch_arrived.data_ptr())

@@ -1,0 +1,110 @@
+"""The inline PTX that only clusters and Blackwell need; ``ptx`` holds the rest and its rules.
+
+Cluster hand-over: a thread writes into the other CTA's shared memory and arrives on its mbarrier with
+cluster scope, and the reader waits with cluster scope. The DSL's own arrive and wait have CTA scope.
+"""
+
+from collections.abc import Sequence
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+# ---- a cluster's shared memory and mbarriers ----
+
+
+def cluster_address(address: Int32, cta: Int32) -> Int32:
+    """Where CTA ``cta`` of the cluster holds what this CTA holds at a shared-memory address."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, cta],
+    )
+
+
+def cluster_store_16(address: Int32, r0: Uint32, r1: Uint32, r2: Uint32, r3: Uint32) -> None:
+    """16 bytes to a ``cluster_address``."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, r0, r1, r2, r3],
+    )
+
+
+def cluster_load(address: Int32) -> Int32:
+    """An int32 from a ``cluster_address``."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.b32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
+def cluster_arrive(address: Int32) -> None:
+    """Arrive on the mbarrier at a ``cluster_address``; releases what this thread did before it."""
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];",
+        read_only_args=[address],
+    )
+
+
+def cluster_wait(address: Int32, parity: Int32) -> None:
+    """Wait for a phase of an own mbarrier on which other CTAs arrive; acquires what they released."""
+    cute.arch.inline_ptx(
+        "{\n\t.reg .pred done;\n\tAGAIN:\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1}, 10000000;\n\t"
+        "@done bra.uni DONE;\n\tbra.uni AGAIN;\n\tDONE:\n\t}",
+        read_only_args=[address, parity],
+    )
+
+
+# ---- tensor memory ----
+
+
+def tmem_load(*addresses: Int32) -> list[list[Float32]]:
+    """32 columns of this lane's row from each tensor-memory address (lane · 65536 + column)."""
+    count = len(addresses)
+    loads = []
+    for i in range(count):
+        registers = ", ".join(f"{{$w{32 * i + j}}}" for j in range(32))
+        loads.append(f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{registers}}}, [{{$r{i}}}];")
+    # One block with its wait, so that nothing reads the registers before they are loaded.
+    values = cute.arch.inline_ptx(
+        "\n\t".join([*loads, "tcgen05.wait::ld.sync.aligned;"]),
+        write_only_types=[Float32] * (32 * count),
+        read_only_args=list(addresses),
+    )
+    return [list(values[32 * i : 32 * i + 32]) for i in range(count)]
+
+
+def tcgen05_before_sync() -> None:
+    """Order this thread's earlier tcgen05 operations before the synchronisation that follows."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def tcgen05_after_sync() -> None:
+    """Order this thread's later tcgen05 operations after the synchronisation before it."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+# ---- TMA ----
+
+
+def tma_gather_4(
+    target: Int32, descriptor: Int64, column: Int32, rows: Sequence[Int32], mbarrier: Int32
+) -> None:
+    """Four rows of a 2-D tensor from ``column`` on; a row outside the tensor arrives as zeros.
+
+    The descriptor's box is one row. ``mbarrier`` may be either CTA's of the pair.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes"
+        ".cta_group::2 [{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}];",
+        read_only_args=[target, descriptor, column, *rows, mbarrier],
+    )
+
+
+def shared_store_16(address: Int32, r0: Uint32, r1: Uint32, r2: Uint32, r3: Uint32) -> None:
+    """16 bytes to this CTA's shared memory."""
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, r0, r1, r2, r3],
+    )

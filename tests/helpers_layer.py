@@ -1,0 +1,264 @@
+"""Run the whole layer in tests: the same code on a GPU and in the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok import functional
+from mok.config import Config, Shape
+from mok.reference import Case, Experts
+from mok.runtime.group import Group
+from tests.helpers import POISON
+
+SMALL = Config(fwd_num_comm_sms=2, bwd_num_comm_sms=2, minibatch_size=128, macrobatch_size=256)
+
+
+@dataclass
+class Result:
+    """What a call returned and recorded.
+
+    Attributes:
+        output: BF16 [N, H], the ranks' outputs one after the other.
+        outputs: the same, one per rank.
+        context: with ``save_context``.
+        facts: grid, comm CTAs, ring of the last rank's launch.
+        counters: the last rank's counters once everything has run; empty unless asked for.
+    """
+
+    output: Tensor
+    outputs: list[Tensor]
+    schedule: functional.Schedule
+    context: functional.ForwardContext | None
+    facts: functional.LaunchFacts
+    counters: dict[str, list[int]]
+
+    @property
+    def tasks_drawn(self) -> int:
+        return self.counters["ticket"][0]
+
+    @property
+    def minibatches(self) -> int:
+        """Minibatches of the last rank that were computed."""
+        return sum(count > 0 for count in self.counters["y_ready"])
+
+    @property
+    def ring_wraps(self) -> int:
+        """How often the last rank's ring was filled anew after its first filling."""
+        return -(-self.minibatches // self.facts.ring_slots) - 1
+
+
+class Layer:
+    """A workspace for cases of one size; calling it runs one of them.
+
+    Args:
+        case: gives the sizes, and is what a call runs by default.
+        ep_size: virtual ranks.
+        device: "cpu" inside an emulator, else a GPU.
+        tokens_per_rank: how tokens are split; evenly by default.
+        max_tokens: of the workspace; by default what the case needs.
+        group: instead of ``ep_size`` virtual ranks.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        ep_size: int = 1,
+        config: Config = SMALL,
+        device: torch.device | str = "cpu",
+        *,
+        tokens_per_rank: Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self.case, self.config = case, config
+        self.device = torch.device(device)
+        self.lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
+        self.shape: Shape = dataclasses.replace(case.shape, ep_size=ep_size)
+        if group is None:
+            group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
+        self.ranks = list(group.local_ranks)
+        self.workspace = functional.create_workspace(
+            config,
+            group,
+            device=device,
+            max_tokens=max(self.lengths) if max_tokens is None else max_tokens,
+            hidden_size=self.shape.hidden_size,
+            intermediate_size=self.shape.intermediate_size,
+            num_experts=self.shape.num_experts,
+            topk=self.shape.topk,
+            shared_intermediate_size=self.shape.shared_intermediate_size,
+        )
+
+    def each(self, values: Sequence[Any]) -> Any:
+        """Values of all ranks as the functions take them: those of the local ranks, or the one."""
+        return [values[r] for r in self.ranks] if len(self.ranks) > 1 else values[self.ranks[0]]
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The rows of each rank, in memory of their own as in separate processes."""
+        return [part.clone() for part in tensor.split(self.lengths)]
+
+    def placement(self) -> list[range]:
+        return [self.shape.experts_on(r) for r in range(self.shape.ep_size)]
+
+    def arguments(self, case: Case) -> list[Any]:
+        """Those of ``forward`` from ``x`` to ``routed_down``, for a case of this layer's sizes."""
+        part = [case.routed[p.start : p.stop] for p in self.placement()]
+        shared = case.shared
+        return [
+            self.each(self.split(case.x)),
+            self.each(self.split(case.router_weights)),
+            *((shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)),
+            self.each([p.gate for p in part]),
+            self.each([p.up for p in part]),
+            self.each([p.down for p in part]),
+        ]
+
+    def build_schedule(
+        self, case: Case | None = None, config: Config | None = None
+    ) -> functional.Schedule:
+        return functional.build_schedule(
+            self.workspace,
+            config or self.config,
+            self.each(self.split((case or self.case).top_experts)),
+            num_local_experts=self.each([len(p) for p in self.placement()]),
+        )
+
+    def queue(
+        self,
+        case: Case | None = None,
+        *,
+        config: Config | None = None,
+        schedule: functional.Schedule | None = None,
+        save_context: bool = False,
+    ) -> Result:
+        """Queue one call, without waiting for it."""
+        case, config = case or self.case, config or self.config
+        schedule = schedule or self.build_schedule(case, config)
+        output, context = functional.forward(
+            config,
+            self.workspace,
+            schedule,
+            *self.arguments(case),
+            swiglu_limit=case.swiglu_limit,
+            save_context=save_context,
+        )
+        outputs = list(output) if isinstance(output, list | tuple) else [output]
+        joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return Result(joined, outputs, schedule, context, self.workspace.last_launch, {})
+
+    def __call__(self, case: Case | None = None, **options: Any) -> Result:
+        """Run one call to its end; raises what kernels noted."""
+        result = self.queue(case, **options)
+        self.finish()
+        result.counters = self.workspace.counters()
+        return result
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.workspace.check()
+
+    def spoil(self) -> None:
+        """Fill all memory of the workspace with NaN, or nonsense where it holds integers."""
+        w = self.workspace
+        for buffer in w.sizes:
+            held = getattr(w, buffer.name, None)
+            if buffer.place == "local":
+                _spoil(held)
+            elif buffer.place == "symmetric":
+                for rank in w.group.local_ranks:
+                    _spoil(held.peer(rank))
+
+    def close(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.workspace.close()
+
+    def __enter__(self) -> Layer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _spoil(tensor: Tensor) -> None:
+    tensor.fill_(torch.nan if tensor.is_floating_point() else POISON % 2**15)
+
+
+@contextlib.contextmanager
+def empty_holds_nan() -> Iterator[None]:
+    """``torch.empty`` gives NaN, or the largest integer, instead of whatever was there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def run_layer(
+    case: Case,
+    ep_size: int = 1,
+    config: Config = SMALL,
+    device: torch.device | str = "cpu",
+    *,
+    tokens_per_rank: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    save_context: bool = False,
+    spoiled: bool = False,
+) -> Result:
+    """One call in a workspace of its own; ``spoiled``: all memory holds NaN before it."""
+    with (
+        empty_holds_nan() if spoiled else contextlib.nullcontext(),
+        Layer(
+            case, ep_size, config, device, tokens_per_rank=tokens_per_rank, max_tokens=max_tokens
+        ) as layer,
+    ):
+        if spoiled:
+            layer.spoil()
+        return layer(save_context=save_context)
+
+
+def to_device(case: Case, device: torch.device | str) -> Case:
+    """The same values elsewhere."""
+
+    def moved(experts: Experts | None) -> Experts | None:
+        if experts is None:
+            return None
+        return Experts(*(w.to(device) for w in (experts.gate, experts.up, experts.down)))
+
+    routed = moved(case.routed)
+    assert routed is not None
+    return dataclasses.replace(
+        case,
+        x=case.x.to(device),
+        top_experts=case.top_experts.to(device),
+        router_weights=case.router_weights.to(device),
+        routed=routed,
+        shared=moved(case.shared),
+    )
+
+
+def first_tokens(case: Case, count: int) -> Case:
+    return dataclasses.replace(
+        case,
+        x=case.x[:count],
+        top_experts=case.top_experts[:count],
+        router_weights=case.router_weights[:count],
+    )
+
+
+def with_routes(case: Case, top_experts: Tensor) -> Case:
+    """The case with other expert ids."""
+    return dataclasses.replace(case, top_experts=top_experts.to(case.top_experts))

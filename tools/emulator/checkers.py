@@ -1,0 +1,295 @@
+"""The checkers' Python side: clocks and shadow memory of a machine, asynchronous agents."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mok.tools.emulator import layout as L
+from mok.tools.emulator import race
+
+if TYPE_CHECKING:
+    from mok.tools.emulator.asyncops import Pending
+    from mok.tools.emulator.machine import Cta, Machine, Warp
+
+SLOTS_PER_CTA = 64
+MAX_GLOBAL_SHADOW = 128 << 20  # bytes of global memory tracked at most
+
+
+@dataclass
+class Agent:
+    """One asynchronous operation: its place among the agents and what happened before it."""
+
+    slot: int
+    epoch: int  # its clock value
+    clock: np.ndarray
+    proxy: np.ndarray
+    pc: int
+
+    @property
+    def tag(self) -> np.int64:
+        return np.int64(self.slot << 32 | self.epoch)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One report of a checker."""
+
+    rule: str
+    where: str
+    other: str
+    address: str
+    lane: int
+
+    def __str__(self) -> str:
+        text = f"{self.rule} at {self.address}: {self.where}"
+        return f"{text}\n    against {self.other}" if self.other else text
+
+
+class Checker:
+    """Clocks, shadow memory and findings of one launch."""
+
+    def __init__(self, machine: "Machine") -> None:
+        self.machine = machine
+        warps, ctas = len(machine.warps), len(machine.ctas)
+        self.num_warps = warps
+        self.first_slot = 2 * warps
+        self.slots = SLOTS_PER_CTA * ctas
+        agents = self.first_slot + self.slots
+        objects = 1 << 14
+        while objects > 1024 and objects * race.ROWS_PER_OBJECT * agents * 4 > 192 << 20:
+            objects //= 2
+        self.agents = agents
+        rows = warps * race.ROWS_PER_WARP + objects * race.ROWS_PER_OBJECT
+        self.clocks = np.zeros((rows, agents), dtype=np.int32)
+        self.keys = np.zeros(objects + 64, dtype=np.int64)
+        self.reports = np.zeros((race.MAX_REPORTS, race.REPORT_WORDS), dtype=np.int64)
+        self.slot_epoch = np.zeros(self.slots, dtype=np.int64)
+        self.slot_op: list[Pending | None] = [None] * self.slots
+        self.slot_warp = np.zeros(self.slots, dtype=np.int64)
+        self.next_slot = 0
+        self.agent: Agent | None = None  # the operation whose step runs now
+        words = machine.smem_size // 4
+        self.shadow = np.zeros((ctas, words + 16, 8), dtype=np.int64)
+        self.tmem_shadow: dict[int, np.ndarray] = {}
+        x = machine.x
+        x[L.X_CHECK] = 1
+        x[L.X_VC] = self.clocks.ctypes.data
+        x[L.X_NAGENTS] = agents
+        x[L.X_OBJECTS], x[L.X_OBJECT_MASK] = self.keys.ctypes.data, objects - 1
+        x[L.X_REPORTS] = self.reports.ctypes.data
+        self._global_shadow()
+        for i, w in enumerate(machine.warps):
+            w.state[L.W_AGENT] = i
+        for cta in machine.ctas:
+            cta.on_read = self.smem_chunks
+
+    def _global_shadow(self) -> None:
+        m = self.machine
+        n = int(m.x[L.X_NRANGES])
+        if n == 0:
+            return
+        self.global_shadow: list[np.ndarray | None] = []
+        table = np.zeros(n, dtype=np.int64)
+        total = 0
+        for i in range(n):
+            start, end = (int(v) for v in m.ranges[i])
+            total += end - start
+            array = None
+            if total <= MAX_GLOBAL_SHADOW:
+                array = np.zeros(((end + 3) // 4 - start // 4 + 4, 8), dtype=np.int64)
+                table[i] = array.ctypes.data
+            self.global_shadow.append(array)
+        self.global_table = table
+        m.x[L.X_GSHADOW] = table.ctypes.data
+
+    # -- CTAs and warps ---------------------------------------------------------------
+
+    def start_cta(self, cta: "Cta") -> None:
+        shadow = self.shadow[cta.index]
+        shadow[:] = 0
+        cta.cluster.state[L.L_SHADOW + cta.rank] = shadow.ctypes.data
+
+    def start_warp(self, w: "Warp") -> None:
+        w.state[L.W_AGENT] = w.index
+        race.start_warp(self.machine.x.ctypes.data, w.state.ctypes.data)
+
+    def _row(self, w: "Warp", which: int) -> np.ndarray:
+        row: np.ndarray = self.clocks[w.index * race.ROWS_PER_WARP + which]
+        return row
+
+    # -- asynchronous agents ----------------------------------------------------------
+
+    def begin(self, w: "Warp", pc: int) -> Agent:
+        """A new asynchronous operation, issued now by a warp."""
+        for _ in range(self.slots):
+            slot = self.next_slot
+            self.next_slot = (slot + 1) % self.slots
+            op = self.slot_op[slot]
+            if op is None or op.finished:
+                break
+        self.slot_epoch[slot] += 1
+        self.slot_warp[slot] = w.index
+        epoch = int(self.slot_epoch[slot])
+        clock, proxy = self._row(w, 0).copy(), self._row(w, 1).copy()
+        place = self.first_slot + slot
+        clock[place] = epoch
+        own = self._row(w, 0)
+        own[w.index] += 1
+        return Agent(place, epoch, clock, proxy, pc)
+
+    def own(self, agent: Agent, op: "Pending") -> None:
+        self.slot_op[agent.slot - self.first_slot] = op
+
+    def advance(self, agent: Agent) -> None:
+        """The operation's second phase: its later accesses are not covered by its first."""
+        i = agent.slot - self.first_slot
+        self.slot_epoch[i] += 1
+        agent.epoch = int(self.slot_epoch[i])
+        agent.clock[agent.slot] = agent.epoch
+
+    def observe(self, w: "Warp", agent: Agent, epoch: int | None = None) -> None:
+        """A warp has waited for the operation, or for its phase that ended with ``epoch``."""
+        row = self._row(w, 0)
+        if epoch is None:
+            np.maximum(row, agent.clock, out=row)
+        row[agent.slot] = max(int(row[agent.slot]), epoch or agent.epoch)
+
+    def signal(self, agent: Agent, host: int) -> None:
+        """The operation's completion is published through the mbarrier at ``host``."""
+        race.publish_clock(
+            self.machine.x.ctypes.data,
+            np.int64(host),
+            agent.clock.ctypes.data,
+            agent.proxy.ctypes.data,
+        )
+
+    def flip(self, host: int) -> None:
+        race.flip(self.machine.x.ctypes.data, np.int64(host))
+
+    # -- accesses of the running operation --------------------------------------------
+
+    def _check(self, shadow: int, count: int, kind: int, address: int, uninit: bool) -> None:
+        a = self.agent
+        if a is not None:
+            race.check_range(
+                self.machine.x.ctypes.data,
+                np.int64(shadow),
+                np.int64(count),
+                np.int64(kind),
+                a.tag,
+                a.clock.ctypes.data,
+                a.proxy.ctypes.data,
+                np.int64(a.pc),
+                np.int64(address),
+                uninit,
+            )
+
+    def smem(self, cta: "Cta", offset: int, size: int, write: bool) -> None:
+        base = self.shadow[cta.index].ctypes.data + race.RECORD * (offset >> 2)
+        kind = (race.WRITE if write else race.READ) | race.ASYNC
+        self._check(base, size >> 2, kind, cta.smem.ctypes.data + offset, not write)
+
+    def smem_chunks(self, cta: "Cta", chunks: np.ndarray) -> None:
+        a = self.agent
+        if a is None:
+            return
+        flat = np.ascontiguousarray(chunks.reshape(-1), dtype=np.int64)
+        race.check_chunks(
+            self.machine.x.ctypes.data,
+            np.int64(self.shadow[cta.index].ctypes.data),
+            flat.ctypes.data,
+            np.int64(flat.size),
+            np.int64(race.ASYNC),
+            a.tag,
+            a.clock.ctypes.data,
+            a.proxy.ctypes.data,
+            np.int64(a.pc),
+            np.int64(cta.smem.ctypes.data),
+        )
+
+    def global_memory(self, address: int, size: int, write: bool) -> None:
+        m = self.machine
+        n = int(m.x[L.X_NRANGES])
+        if n == 0 or self.agent is None:
+            return
+        i = int(np.searchsorted(m.ranges[:n, 0], address, side="right")) - 1
+        array = self.global_shadow[i] if i >= 0 else None
+        if array is None:
+            return
+        first = (address >> 2) - (int(m.ranges[i, 0]) >> 2)
+        count = ((address + size + 3) >> 2) - (address >> 2)
+        kind = (race.WRITE if write else race.READ) | race.ASYNC
+        base = array.ctypes.data + race.RECORD * first
+        self._check(base, count, kind, address, False)
+
+    def tmem(self, sm: int, lanes: np.ndarray, first: int, count: int, write: bool) -> None:
+        """TMEM that the running operation touches, in units of 16 lanes and one column."""
+        for g in np.unique(lanes // 16):
+            self._check(self._tmem_base(sm, int(g), first), count, int(write), -1 - first, False)
+
+    def smem_by_warp(self, w: "Warp", cta: "Cta", offset: int, size: int, write: bool) -> None:
+        """A generic access that a warp makes through a Python handler."""
+        base = self.shadow[cta.index].ctypes.data + race.RECORD * (offset >> 2)
+        self._by_warp(w, base, size >> 2, write, cta.smem.ctypes.data + offset)
+
+    def _by_warp(self, w: "Warp", shadow: int, count: int, write: bool, address: int) -> None:
+        clock, proxy = self._row(w, 0), self._row(w, 1)
+        tag = np.int64(w.index << 32 | int(clock[w.index]))
+        race.check_range(
+            self.machine.x.ctypes.data,
+            np.int64(shadow),
+            np.int64(count),
+            np.int64(int(write)),
+            tag,
+            clock.ctypes.data,
+            proxy.ctypes.data,
+            np.int64(int(w.state[L.W_PC])),
+            np.int64(address),
+            not write,
+        )
+
+    def tmem_by_warp(
+        self, w: "Warp", sm: int, lanes: np.ndarray, first: int, count: int, write: bool
+    ) -> None:
+        for g in np.unique(lanes // 16):
+            self._by_warp(w, self._tmem_base(sm, int(g), first), count, write, -1 - first)
+
+    def _tmem_base(self, sm: int, group: int, first: int) -> int:
+        array = self.tmem_shadow.setdefault(sm, np.zeros((8, 512, 8), dtype=np.int64))
+        return int(array[group, first].ctypes.data)
+
+    def tmem_clear(self, sm: int, first: int, count: int) -> None:
+        array = self.tmem_shadow.setdefault(sm, np.zeros((8, 512, 8), dtype=np.int64))
+        array[:, first : first + count] = 0
+
+    # -- findings ---------------------------------------------------------------------
+
+    def findings(self) -> list[Finding]:
+        """Everything reported so far."""
+        from mok.tools.emulator.waits import locate
+
+        out = []
+        for i in range(int(self.machine.x[L.X_NREPORTS])):
+            kind, agent, pc, lane, address, other, other_pc, _ = (int(v) for v in self.reports[i])
+            second = "" if kind == L.F_UNINIT else self._who(other, other_pc)
+            place = f"TMEM column {-1 - address}" if address < 0 else locate(self.machine, address)
+            out.append(Finding(L.FAULT_TEXT[kind], self._who(agent, pc), second, place, lane))
+        return out
+
+    def _who(self, agent: int, pc: int) -> str:
+        m = self.machine
+        if agent < self.num_warps:
+            return m.where(m.warps[agent], pc)
+        if agent < self.first_slot:
+            return "copy of " + m.where(m.warps[agent - self.num_warps], pc)
+        issuer = m.warps[int(self.slot_warp[agent - self.first_slot])]
+        return "operation of " + m.where(issuer, pc)
+
+
+def use(checker: Any, agent: Any) -> Any:
+    """Makes ``agent`` the running operation; returns the one before."""
+    if checker is None:
+        return None
+    before, checker.agent = checker.agent, agent
+    return before
