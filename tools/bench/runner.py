@@ -86,6 +86,10 @@ class Ready:
     digests: dict[str, int] = field(default_factory=dict)
     trains: bool = False
 
+    @property
+    def ours(self) -> bool:
+        return self.entry.name.startswith(results.OURS)
+
     def error(self, pass_name: str) -> float | None:
         """The largest error of what a pass computes."""
         return max((self.errors[n] for n in self._checked(pass_name)), default=None)
@@ -253,7 +257,8 @@ class Runner:
         if "forward" in program.passes:
             output = program.output(raw).detach()
             ready.errors["output"] = oracle.output_error(output)
-            ready.digests["output"] = digest(output)
+            if ready.ours:
+                ready.digests["output"] = digest(output)
             del output
         del raw
         peak = None if program.remote else self._peak(lambda: program.forward(0))
@@ -275,7 +280,8 @@ class Runner:
         self.clock.wait()
         del saved
         ready.errors.update(oracle.gradient_errors(found))
-        ready.digests.update({name: digest(value) for name, value in found.items()})
+        if ready.ours:
+            ready.digests.update({name: digest(value) for name, value in found.items()})
         del found
         self._free()
 
@@ -307,7 +313,7 @@ class Runner:
 
     def _compare_bits(self, bench: BenchShape, ready: Sequence[Ready]) -> None:
         """Ours must give the same bits for every configuration and number of ranks."""
-        ours = [r for r in ready if r.entry.name.startswith(results.OURS)]
+        ours = [r for r in ready if r.ours]
         if len(ours) < 2:
             return
         first = ours[0].digests
@@ -386,7 +392,7 @@ class Runner:
     def _measure_phases(self, items: Sequence[Item], deadline: Deadline, bench: BenchShape) -> None:
         for item in items:
             program = item.ready.program
-            ours = item.ready.entry.name.startswith(results.OURS) and not self.options.reference
+            ours = item.ready.ours and not self.options.reference
             if not ours or item.pass_name == "backward" or not item.windows or deadline.over:
                 continue
             calls = int(min(max(_PHASES_MS / max(item.windows[0].median, 1e-3), 3), 200))
