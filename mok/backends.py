@@ -197,7 +197,7 @@ def _prepare_kernel(
     weights = case.router_weights.split(lengths)
     routed = [case.routed[p.start : p.stop] for p in placement]
     shared = case.shared
-    shared_weights = (
+    shared_weights: tuple[Any, Any, Any] = (
         (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
     )
 

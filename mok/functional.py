@@ -12,6 +12,7 @@ follow one another on one stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,16 +113,23 @@ def _workspace_arguments(
     topk: int,
     shared: int | None,
 ) -> tuple[Group, Shape, dict[str, Any]]:
-    from mok.runtime.group import Group as RuntimeGroup
     from mok.runtime.launch import active_emulator
 
     emulator = active_emulator()
     arguments: dict[str, Any] = {"device": device}
     if emulator is not None:
         arguments = {"device": torch.device("cpu"), "arch": emulator.arch, "memory": "host"}
-    group = group or RuntimeGroup.single(arguments["device"])
+    group = group or _single_group(arguments["device"])
     shape = Shape(0, hidden, inner, experts, topk, group.size, shared)
     return group, shape, arguments
+
+
+@cache
+def _single_group(device: Any) -> Group:
+    """One for all calls on a device: cached workspaces are found by their group."""
+    from mok.runtime.group import Group as RuntimeGroup
+
+    return RuntimeGroup.single(device)
 
 
 def _check_config(config: Config, workspace: Workspace) -> None:

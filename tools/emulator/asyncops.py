@@ -109,8 +109,12 @@ class AsyncEngine:
             w, m = op.warp, self.machine
             self.timeline.append(
                 TimelineEvent(
-                    op.what, w.cta.coords, int(w.state[L.W_INDEX]), op.start,
-                    int(m.x[L.X_STEPS]), m.place(op.pc),
+                    op.what,
+                    w.cta.coords,
+                    int(w.state[L.W_INDEX]),
+                    op.start,
+                    int(m.x[L.X_STEPS]),
+                    m.place(op.pc),
                 )
             )
         self.machine.sync_event()

@@ -50,7 +50,8 @@ def emulate(
                 seconds = sum(r.seconds for r in emu.report.launches)
                 console.print(
                     f"{label}: {len(emu.report.launches)} launches, {steps} warp instructions, "
-                    f"{seconds:.2f} s, no report", highlight=False,
+                    f"{seconds:.2f} s, no report",
+                    highlight=False,
                 )
             finally:
                 sys.argv = argv

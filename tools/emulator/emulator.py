@@ -1,7 +1,9 @@
 """The emulator as users see it: a context in which compiled functions run on the CPU."""
 
 import contextlib
+import functools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +40,20 @@ def translate(ptx: str, kernel: str) -> Program:
     return _PROGRAMS[key]
 
 
+@functools.cache
+def prepare() -> None:
+    """Compiles the interpreter, or reads it from the cache, by running a machine without warps."""
+    from mok.tools.emulator import interp
+    from mok.tools.emulator.jit import cache_folder
+
+    if not any(cache_folder().rglob("interp.run_grid*.nbc")):
+        print("mok: compiling the emulator's interpreter, once …", file=sys.stderr, flush=True)
+    machine = np.zeros(L.MACHINE_WORDS, dtype=np.int64)
+    warp = np.zeros(L.WARP_WORDS, dtype=np.int64)
+    machine[L.X_NWARPS], machine[L.X_WARPS] = 1, warp.ctypes.data
+    interp.run_grid(machine.ctypes.data, 1)
+
+
 @dataclass
 class LaunchRecord:
     """What one launch did."""
@@ -45,6 +61,7 @@ class LaunchRecord:
     kernel: str
     grid: tuple[int, int, int]
     seconds: float
+    cpu_seconds: float
     steps: int  # warp instructions
     python_calls: int
 
@@ -68,8 +85,13 @@ class Report:
         """
         trace = [
             {
-                "ph": "X", "name": e.what, "pid": str(e.cta), "tid": f"warp {e.warp}",
-                "ts": e.start, "dur": max(1, e.end - e.start), "args": {"at": e.place},
+                "ph": "X",
+                "name": e.what,
+                "pid": str(e.cta),
+                "tid": f"warp {e.warp}",
+                "ts": e.start,
+                "dur": max(1, e.end - e.start),
+                "args": {"at": e.place},
             }
             for e in self.events
         ]
@@ -84,8 +106,8 @@ class Emulator:
     and asynchronous completions the seed decides.  ``check``: look for data races and reads of
     memory that nothing has written (by default with a seed only: it costs time).  ``max_steps``:
     warp instructions that one launch may take.  ``rewrite``: applied to the PTX before it runs.
-    ``timeline``: keep what ``Report.write_timeline`` needs.  Once ``register`` was called, an access to
-    global memory outside every registered tensor is an error.
+    ``timeline``: keep what ``Report.write_timeline`` needs.  Once ``register`` was called, an
+    access to global memory outside every registered tensor is an error.
 
     Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
     PTX that is not implemented, KernelFault when a checker stops the kernel.
@@ -164,12 +186,21 @@ class Emulator:
 
     def run_ptx(self, ptx: str, request: LaunchRequest) -> None:
         """Runs one kernel of a PTX module."""
-        start = time.perf_counter()
+        prepare()
+        start, cpu = time.perf_counter(), time.process_time()
         program = translate(ptx, request.kernel)
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
         machine = Machine(
-            program, request, LIMITS[self.arch], self.num_sms, dict(handlers()),
-            self._merged_ranges(symbols, program), self.seed, symbols, self.check, self.max_steps,
+            program,
+            request,
+            LIMITS[self.arch],
+            self.num_sms,
+            dict(handlers()),
+            self._merged_ranges(symbols, program),
+            self.seed,
+            symbols,
+            self.check,
+            self.max_steps,
         )
         machine.engine.timeline = self.report.events if self.timeline else None
         try:
@@ -184,14 +215,20 @@ class Emulator:
         self.report.findings.extend(found)
         self.report.launches.append(
             LaunchRecord(
-                request.kernel, request.grid, time.perf_counter() - start,
-                int(machine.x[L.X_STEPS]), machine.python_calls,
+                request.kernel,
+                request.grid,
+                time.perf_counter() - start,
+                time.process_time() - cpu,
+                int(machine.x[L.X_STEPS]),
+                machine.python_calls,
             )
         )
         if found:
             raise KernelFault(
-                f"the checkers found {len(found)} problems", "\n  ".join(map(str, found[:8])),
-                "the emulator's report holds all of them", self.report,
+                f"the checkers found {len(found)} problems",
+                "\n  ".join(map(str, found[:8])),
+                "the emulator's report holds all of them",
+                self.report,
             )
 
     def _merged_ranges(self, symbols: dict[str, int], program: Program) -> list[tuple[int, int]]:
@@ -215,7 +252,8 @@ class Emulator:
         ptx = getattr(request.compiled, "__ptx__", None) if request.compiled is not None else None
         if not ptx:
             raise LaunchError(
-                "an emulated function must carry its PTX", request.kernel,
+                "an emulated function must carry its PTX",
+                request.kernel,
                 "compile it inside the emulator's context, or with cute.KeepPTX",
             )
         self.run_ptx(self.rewrite(ptx) if self.rewrite else ptx, request)

@@ -140,7 +140,7 @@ class Machine(BulkOps):
         self.idle_rounds = 0
         self.python_calls = 0
 
-    # -- set-up -----------------------------------------------------------------------------------
+    # -- set-up -----------------------------------------------------------------------
 
     def _bind_handlers(self) -> None:
         for op in self.program.pyops:
@@ -174,7 +174,8 @@ class Machine(BulkOps):
             )
         if self.program.module.target != limits.arch:
             raise LaunchError(
-                f"this emulator runs {limits.arch}", f"the kernel is for {self.program.module.target}",
+                f"this emulator runs {limits.arch}",
+                f"the kernel is for {self.program.module.target}",
                 "compile for the emulated architecture, or make the emulator for the kernel's",
             )
 
@@ -192,16 +193,21 @@ class Machine(BulkOps):
 
     def _allocate(self, ranges: list[tuple[int, int]]) -> None:
         r, limits = self.request, self.limits
-        per_sm = max(1, min(
-            limits.smem_per_sm // (self.smem_bytes + SMEM_RESERVED),
-            limits.max_threads_per_sm // (-(-self.threads // 32) * 32), 32,
-        ))
+        per_sm = max(
+            1,
+            min(
+                limits.smem_per_sm // (self.smem_bytes + SMEM_RESERVED),
+                limits.max_threads_per_sm // (-(-self.threads // 32) * 32),
+                32,
+            ),
+        )
         self.cluster_grid = tuple(g // c for g, c in zip(r.grid, r.cluster, strict=True))
         self.num_clusters = int(np.prod(self.cluster_grid))
         capacity = self.num_sms * per_sm // self.cluster_size
         if capacity < 1:
             raise LaunchError(
-                "a cluster must fit the emulated SMs", f"{self.num_sms} SMs, cluster {r.cluster}",
+                "a cluster must fit the emulated SMs",
+                f"{self.num_sms} SMs, cluster {r.cluster}",
                 "give the emulator more SMs",
             )
         slots = min(self.num_clusters, capacity)
@@ -232,6 +238,8 @@ class Machine(BulkOps):
         x[L.X_ADVERSARIAL] = int(self.seed is not None)
         x[L.X_RNG] = ((self.seed or 0) * 0x9E3779B97F4A7C15 + 0x1234567) & (1 << 62) - 1 | 1
         x[L.X_NWARPS], x[L.X_WARPS] = num_warps, self.warp_state.ctypes.data
+        if self.seed is not None:
+            x[L.X_CURSOR] = self.engine.random.randrange(num_warps)
         x[L.X_SCRATCH] = self.scratch.ctypes.data
         x[L.X_CLOCK] = 1 << 40
         self.covered = np.zeros(len(self.program.code) + 8, dtype=np.uint8)
@@ -250,12 +258,15 @@ class Machine(BulkOps):
                 w.state[L.W_INDEX] = k
             self.ctas.append(cta)
         self.clusters = [
-            Cluster(s, self.cluster_state[s],
-                    self.ctas[s * self.cluster_size : (s + 1) * self.cluster_size])
+            Cluster(
+                s,
+                self.cluster_state[s],
+                self.ctas[s * self.cluster_size : (s + 1) * self.cluster_size],
+            )
             for s in range(slots)
         ]
 
-    # -- CTA life ---------------------------------------------------------------------------------
+    # -- CTA life ---------------------------------------------------------------------
 
     def start_cluster(self, cluster: Cluster, number: int) -> None:
         """Loads grid cluster ``number`` into a slot."""
@@ -294,8 +305,9 @@ class Machine(BulkOps):
 
     def _start_warp(self, w: Warp, origin: tuple, inside: tuple) -> None:
         k = int(w.state[L.W_INDEX])
-        keep = {i: int(w.state[i]) for i in (
-            L.W_REGS, L.W_LOCAL, L.W_LOCAL_BYTES, L.W_CTA, L.W_INDEX)}
+        keep = {
+            i: int(w.state[i]) for i in (L.W_REGS, L.W_LOCAL, L.W_LOCAL_BYTES, L.W_CTA, L.W_INDEX)
+        }
         w.state[:] = 0
         for i, v in keep.items():
             w.state[i] = v
@@ -360,7 +372,7 @@ class Machine(BulkOps):
             raise EmulatorError("a special register must be known", name)
         return simple[base]()
 
-    # -- the run ----------------------------------------------------------------------------------
+    # -- the run ----------------------------------------------------------------------
 
     def run(self) -> None:
         """Executes the launch.  Raises KernelFault when a checker stops it."""
@@ -391,7 +403,8 @@ class Machine(BulkOps):
         """Called after many steps without need of Python."""
         if self.max_steps is not None and self.x[L.X_STEPS] > self.max_steps:
             raise KernelFault(
-                "a launch may not take more steps than allowed", self.max_steps,
+                "a launch may not take more steps than allowed",
+                self.max_steps,
                 "it may run forever; waiting warps:\n  " + "\n  ".join(self.waits()),
             )
         for _ in range(self.engine.random.randrange(4)):
@@ -473,7 +486,7 @@ class Machine(BulkOps):
                     f"CTA {cta.coords} leaves columns {cta.extra['tmem']}",
                 )
 
-    # -- reports ----------------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------
 
     def findings(self) -> list[Finding]:
         """What the checkers have found so far."""
@@ -525,7 +538,8 @@ class Machine(BulkOps):
 def find_handler(handlers: dict[str, Callable[..., Any]], op: PyOp) -> Callable[..., Any]:
     """Handler with the longest mnemonic prefix that fits."""
     name = op.ins.name
-    best = max((p for p in handlers if name == p or name.startswith(p + ".")), key=len, default="")
+    fits = (p for p in handlers if name == p or name.startswith((p + ".", p + "::")))
+    best = max(fits, key=len, default="")
     if not best:
         from mok.tools.emulator.errors import UnsupportedInstruction
 

@@ -1,9 +1,9 @@
 """Address resolution and scalar accesses for compiled code: generic, global, shared, local."""
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import ld8, ld16, ld32, ld64, st8, st16, st32, st64
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     C_CLUSTER,
     C_INDEX,

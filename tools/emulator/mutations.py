@@ -49,7 +49,9 @@ INVISIBLE = {
     "delete cluster arrive": "counted with its wait",
 }
 
-_TRY_WAIT = re.compile(r"(\s*)mbarrier\.(?:try|test)_wait\S*\s+(%?\w+),\s*(\[[^\]]*\]),\s*(\S+?)([,;].*)")
+_TRY_WAIT = re.compile(
+    r"(\s*)mbarrier\.(?:try|test)_wait\S*\s+(%?\w+),\s*(\[[^\]]*\]),\s*(\S+?)([,;].*)"
+)
 _DELETE = (
     ("delete arrive", re.compile(r"\s*(?:@!?%p\d+ )?mbarrier\.arrive\.(?!expect_tx)")),
     ("delete copy arrive", re.compile(r"\s*cp\.async\.mbarrier\.arrive")),
@@ -86,7 +88,9 @@ def mutations(ptx: str) -> Iterator[Mutation]:
             if re.fullmatch(r"%\w+", parity):
                 damaged = line.replace(f"], {parity}", "], %mutated", 1)
                 yield Mutation(
-                    "flip parity", number, line,
+                    "flip parity",
+                    number,
+                    line,
                     f"{pad}{{ .reg .b32 %mutated; xor.b32 %mutated, {parity}, 1; "
                     f"{damaged.strip()} }}",
                 )

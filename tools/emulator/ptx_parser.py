@@ -301,9 +301,7 @@ def parse(text: str) -> Module:
     version = re.search(r"\.version\s+([\d.]+)", clean)
     if not target or not version:
         raise EmulatorError("PTX must name its target and version", text[:80])
-    files = {
-        int(m.group(1)): m.group(2) for m in re.finditer(r'\.file\s+(\d+)\s+"([^"]*)"', clean)
-    }
+    files = {int(m.group(1)): m.group(2) for m in re.finditer(r'\.file\s+(\d+)\s+"([^"]*)"', clean)}
     module = Module(target.group(1), version.group(1), {}, {}, {}, files, text)
     outside, last = [], 0
     for m in _ENTRY.finditer(clean):

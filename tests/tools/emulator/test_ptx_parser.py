@@ -46,7 +46,13 @@ def test_parameters_are_laid_out_by_alignment():
 
 @pytest.mark.parametrize(
     "text,value",
-    [("0f3F800000", 0x3F800000), ("-1", -1), ("0x10", 16), ("017", 15), ("0d3FF0000000000000", 0x3FF0 << 48)],
+    [
+        ("0f3F800000", 0x3F800000),
+        ("-1", -1),
+        ("0x10", 16),
+        ("017", 15),
+        ("0d3FF0000000000000", 0x3FF0 << 48),
+    ],
 )
 def test_immediates(text, value):
     assert immediate(text) == value

@@ -35,7 +35,9 @@ CASES = {
     "sub.s32 %r3, %r1, %r2;": lambda: A - B,
     "mul.lo.s32 %r3, %r1, %r2;": lambda: A * B,
     "mul.hi.u32 %r3, %r1, %r2;": lambda: (A.astype(np.uint64) * B >> 32).astype(np.uint32),
-    "mul.hi.s32 %r3, %r1, %r2;": lambda: (S.astype(np.int64) * T >> 32).astype(np.int32).view(np.uint32),
+    "mul.hi.s32 %r3, %r1, %r2;": lambda: (
+        (S.astype(np.int64) * T >> 32).astype(np.int32).view(np.uint32)
+    ),
     "min.s32 %r3, %r1, %r2;": lambda: np.minimum(S, T).view(np.uint32),
     "max.u32 %r3, %r1, %r2;": lambda: np.maximum(A, B),
     "div.u32 %r3, %r1, 7;": lambda: A // 7,
@@ -56,14 +58,21 @@ CASES = {
     "not.b32 %r3, %r1;": lambda: ~A,
     "setp.lt.s32 %p1, %r1, %r2; selp.b32 %r3, 1, 0, %p1;": lambda: (S < T).astype(np.uint32),
     "setp.lo.u32 %p1, %r1, %r2; selp.b32 %r3, 1, 0, %p1;": lambda: (A < B).astype(np.uint32),
-    "mov.u32 %r3, 7; setp.gt.u32 %p1, %r1, %r2; @%p1 mov.b32 %r3, %r1;": lambda: np.where(A > B, A, 7),
-    "cvt.u16.u32 %h1, %r1; cvt.s32.s16 %r3, %h1;": lambda: A.astype(np.int16).astype(np.int32).view(np.uint32),
+    "mov.u32 %r3, 7; setp.gt.u32 %p1, %r1, %r2; @%p1 mov.b32 %r3, %r1;": lambda: np.where(
+        A > B, A, 7
+    ),
+    "cvt.u16.u32 %h1, %r1; cvt.s32.s16 %r3, %h1;": lambda: (
+        A.astype(np.int16).astype(np.int32).view(np.uint32)
+    ),
     "vote.sync.ballot.b32 %r3, %p0, -1;": lambda: A * 0,
     "shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1;": lambda: A[np.arange(32) ^ 1],
-    "shfl.sync.up.b32 %r3, %r1, 2, 0, -1;": lambda: A[np.maximum(np.arange(32) - 2, 0) + (np.arange(32) < 2) * np.arange(32)],
+    "shfl.sync.up.b32 %r3, %r1, 2, 0, -1;": lambda: A[
+        np.maximum(np.arange(32) - 2, 0) + (np.arange(32) < 2) * np.arange(32)
+    ],
     "redux.sync.add.s32 %r3, %r1, -1;": lambda: np.full(32, A.sum(dtype=np.uint32)),
     "and.b32 %r4, %r1, 3; match.any.sync.b32 %r3, %r4, -1;": lambda: np.array(
-        [sum(1 << j for j in range(32) if (A[j] & 3) == (a & 3)) for a in A], np.uint32),
+        [sum(1 << j for j in range(32) if (A[j] & 3) == (a & 3)) for a in A], np.uint32
+    ),
 }
 
 
@@ -93,7 +102,9 @@ def test_bf16_pairs_round_to_nearest_even():
     import torch
 
     got = apply("cvt.rn.bf16x2.f32 %r3, %r1, %r2;", F, G).view(np.uint16).reshape(32, 2)
-    want = [torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16) for x in (G, F)]
+    want = [
+        torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16) for x in (G, F)
+    ]
     np.testing.assert_array_equal(got, np.stack(want, 1))
 
 
@@ -101,7 +112,12 @@ def test_bf16_pairs_round_to_nearest_even():
 def test_fp8_pairs_saturate(kind):
     import torch
 
-    values = np.concatenate([F[:16] * 100, F[16:] * 1e-3, ]).astype(np.float32)
+    values = np.concatenate(
+        [
+            F[:16] * 100,
+            F[16:] * 1e-3,
+        ]
+    ).astype(np.float32)
     values[:4] = [1e9, -1e9, 0.0, 448.0]
     got = apply(f"cvt.rn.satfinite.{kind}x2.f32 %h1, %r1, %r1; cvt.u32.u16 %r3, %h1;", values, G)
     dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2
@@ -120,6 +136,7 @@ def test_divergent_loops_meet_again():
     got = apply(
         "mov.u32 %r4, 0;\nL: setp.ge.u32 %p1, %r4, %r0;\n@%p1 bra D;\nadd.s32 %r4, %r4, 1;\n"
         "bra L;\nD: setp.ge.u32 %p2, %r4, 16;\nvote.sync.ballot.b32 %r3, %p2, -1;",
-        A, B,
+        A,
+        B,
     )
     np.testing.assert_array_equal(got, np.full(32, 0xFFFF0000, np.uint32))

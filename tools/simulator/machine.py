@@ -1,0 +1,152 @@
+"""Machines as data: one TOML file each, in ``machines/`` or anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mok.config import CLUSTER_CTAS, TILE_ROWS
+from mok.errors import DeviceError, MokError
+from mok.tools.simulator.constants import HERE, Table, read_table, read_toml
+
+NAMES = (
+    "clock_hz",
+    "bf16_flop_per_clock",
+    "fp8_flop_per_clock",
+    "hbm_bytes_per_s",
+    "memory_bytes",
+    "l2_bytes",
+    "l2_bytes_per_s",
+    "sm_bytes_per_s",
+    "sm_pull_bytes_per_s",
+    "sm_push_bytes_per_s",
+    "nvlink_bytes_per_s",
+    "nvlink_efficiency",
+    "pull_data_wire",
+    "pull_request_wire",
+    "push_data_wire",
+    "push_ack_wire",
+    "nvlink_latency_s",
+    "local_latency_s",
+    "signal_s",
+    "launch_s",
+    "barrier_s",
+    "network_bytes_per_s",
+    "network_latency_s",
+    "power_exponent",
+    "clock_headroom",
+)
+"""Constants of a machine; ``docs/scaling.md`` explains each."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU of a machine, and how it reaches the others.
+
+    Attributes:
+        arch: "sm_90a", "sm_100a" or "sm_103a".
+        domain: GPUs that reach each other over NVLink. Ranks beyond it are reached over the network.
+        constants: see ``NAMES``; rates are per GPU and per direction, unless the name says ``sm``.
+        tiles: share of the tensor cores' peak at ``clock_hz`` that the main loop sustains, by tile
+            ("128x256": rows and accumulator columns of a cluster's tile), prefixed by "fp8_" where
+            it is not BF16.
+    """
+
+    name: str
+    title: str
+    arch: str
+    num_sms: int
+    domain: int
+    constants: Table = field(repr=False)
+    tiles: Table = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.arch not in TILE_ROWS:
+            raise DeviceError("arch must be a supported one", self.arch, ", ".join(TILE_ROWS))
+        for name, value in (("num_sms", self.num_sms), ("domain", self.domain)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise DeviceError(f"{name} of machine {self.name} must be a positive int", value)
+        if self.num_sms <= self.cluster:
+            raise DeviceError("a machine needs more SMs than one cluster", self.num_sms)
+        unknown, missing = set(self.constants) - set(NAMES), set(NAMES) - set(self.constants)
+        if unknown or missing:
+            raise MokError(
+                f"machine {self.name} must define exactly the known constants",
+                f"unknown: {sorted(unknown)}, missing: {sorted(missing)}",
+            )
+        zero = [n for n, v in self.constants.items() if v == 0 and n != "power_exponent"]
+        if zero:
+            raise MokError(f"constants of machine {self.name} must be positive", ", ".join(zero))
+        if self["nvlink_efficiency"] > 1 or any(t > 1 for t in self.tiles.values()):
+            raise MokError(f"efficiencies of machine {self.name} must not exceed 1")
+
+    def __getitem__(self, name: str) -> float:
+        return self.constants[name]
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a compute cluster, one per SM."""
+        return CLUSTER_CTAS[self.arch]
+
+    @property
+    def nvlink(self) -> float:
+        """Bytes a second that one direction of the GPU's NVLink port carries, headers included."""
+        return self["nvlink_bytes_per_s"] * self["nvlink_efficiency"]
+
+    def tensor_rate(self, tile: str, precision: str, compute_sms: int) -> float:
+        """FLOP/s of one SM in the main loop of ``tile``, with ``compute_sms`` SMs multiplying.
+
+        At its power limit a chip whose SMs do not all multiply may clock higher. Dynamic power is
+        u·f·V² with V proportional to f, so f grows as u^(-1/3) (``power_exponent``) up to
+        ``clock_headroom``.
+        """
+        fp8 = precision == "mxfp8"
+        busy = max(1, min(compute_sms, self.num_sms)) / self.num_sms
+        gain = min(busy ** -self["power_exponent"], self["clock_headroom"])
+        peak = self["fp8_flop_per_clock" if fp8 else "bf16_flop_per_clock"] * self["clock_hz"]
+        return peak * gain * self.tiles[("fp8_" if fp8 else "") + tile]
+
+    def with_constants(self, **values: float) -> Machine:
+        """The machine with other constants."""
+        return replace(self, constants=self.constants.replace(**values))
+
+
+def known_machines() -> list[str]:
+    """Names of the machines that come with the simulator."""
+    return sorted(p.stem for p in (HERE / "machines").glob("*.toml"))
+
+
+def load_machine(name: str | Path) -> Machine:
+    """A machine by name ("h200") or from a TOML file.
+
+    Raises:
+        MokError: no such machine, or its file breaks a rule.
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        path = HERE / "machines" / f"{str(name).lower()}.toml"
+        if not path.is_file():
+            known = ", ".join(known_machines())
+            raise MokError(
+                "the machine must be a known one or a .toml file", str(name), f"Known: {known}"
+            )
+    return _parse(read_toml(path), str(path.name))
+
+
+def _parse(document: dict[str, Any], origin: str) -> Machine:
+    keys = {"name", "title", "arch", "num_sms", "domain", "constants", "tiles"}
+    if set(document) != keys:
+        raise MokError(
+            f"{origin} must define exactly {', '.join(sorted(keys))}", sorted(set(document) ^ keys)
+        )
+    name = document["name"]
+    return Machine(
+        name,
+        document["title"],
+        document["arch"],
+        document["num_sms"],
+        document["domain"],
+        read_table(f"machine {name}", document["constants"]),
+        read_table(f"tiles of machine {name}", document["tiles"]),
+    )

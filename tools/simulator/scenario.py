@@ -1,0 +1,102 @@
+"""What is to be simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from mok.config import Config, Shape
+from mok.errors import MokError, ShapeError
+from mok.tools.simulator.machine import Machine
+from mok.tools.simulator.routing import Routing, drawn
+
+Direction = Literal["forward", "backward", "recompute"]
+Precision = Literal["bf16", "mxfp8"]
+Program = Literal["ours", "upstream"]
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Our differences from upstream, one by one; all off is upstream's program.
+
+    Attributes:
+        fused_swiglu: gate and up are one GEMM whose epilogue applies SwiGLU: no SwiGLU tasks, no
+            second pass over gate and up.
+        two_accumulators: the epilogue of a task overlaps the main loop of the next.
+        prefix_search: the expert of a task comes from a table, not from a scan over all experts.
+        grid_hint: the launch is sized for the rows expected, not for the capacity.
+        slot_backward: backward frees ring slots one by one, not a macrobatch at a time.
+    """
+
+    fused_swiglu: bool = False
+    two_accumulators: bool = False
+    prefix_search: bool = False
+    grid_hint: bool = False
+    slot_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One call of the layer on a machine.
+
+    Attributes:
+        shape: T is the tokens of the largest rank.
+        routing: by default drawn at random, uniformly.
+        virtual: all ranks share one GPU and run one after another; peers' rows are local.
+        save_context: forward also stores gate and up of macrobatch 0.
+        mxfp8_wire: dispatch pulls quantised rows.
+        switches: only for the upstream program.
+
+    Raises MokError and its kinds where the parts do not fit each other.
+    """
+
+    shape: Shape
+    config: Config
+    machine: Machine
+    direction: Direction = "forward"
+    precision: Precision = "bf16"
+    program: Program = "ours"
+    routing: Routing | None = None
+    virtual: bool = False
+    save_context: bool = False
+    mxfp8_wire: bool = False
+    switches: Switches = field(default_factory=Switches)
+
+    def __post_init__(self) -> None:
+        choices = (("direction", Direction), ("precision", Precision), ("program", Program))
+        for name, kind in choices:
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise MokError(f"{name} must be one of {', '.join(get_args(kind))}", repr(value))
+        if self.routing is None:
+            object.__setattr__(self, "routing", drawn(self.shape, 0.0))
+        expected = (self.shape.ep_size, self.shape.num_experts)
+        if self.routes.counts.shape != expected:
+            raise ShapeError(
+                f"the routing must be for EP, E = {expected}", self.routes.counts.shape
+            )
+        machine = self.machine
+        self.config.check(machine.arch, machine.num_sms, self.comm_sms)
+        if self.program == "upstream":
+            if machine.arch == "sm_90a":
+                raise MokError("upstream's program runs on Blackwell only", machine.name)
+            if self.direction == "recompute":
+                raise MokError("upstream's recompute is not modelled", self.direction)
+
+    @property
+    def routes(self) -> Routing:
+        assert self.routing is not None
+        return self.routing
+
+    @property
+    def direct(self) -> bool:
+        """Rows are gathered in place; nothing passes the ring."""
+        return self.program == "ours" and self.shape.ep_size == 1 and self.precision == "bf16"
+
+    @property
+    def comm_sms(self) -> int:
+        if self.direct:
+            return 0
+        config = self.config
+        backward = self.direction == "backward"
+        return config.bwd_num_comm_sms if backward else config.fwd_num_comm_sms

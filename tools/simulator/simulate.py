@@ -1,0 +1,179 @@
+"""A whole call: what surrounds the kernel, the kernel on the ranks that matter, and what bounds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mok.tools.simulator import ours, ours_backward, upstream
+from mok.tools.simulator.engine import Engine, Outcome, Rates
+from mok.tools.simulator.load import RankLoad, critical, loads
+from mok.tools.simulator.scenario import Scenario
+from mok.tools.simulator.tilecost import Costs
+from mok.tools.simulator.work import Work
+
+
+@dataclass
+class Result:
+    """What the model says about a call. Times in milliseconds.
+
+    Attributes:
+        ms: the whole call; ``kernel_ms``: the megakernel of the slowest rank.
+        phases: the call's parts in order; they add up to ``ms``. "fill" ends when the first task
+            that waited for communication begins, "drain" begins when the last task ends.
+        bounds: least kernel time that each resource allows; ``bound`` names what the time goes to.
+        shares: share of the compute SMs' time by use ("main loop", "epilogue", waits by class).
+        comm_busy: share of the communicating SMs' time spent moving data.
+        rank, rows, routes, tasks, items: of the slowest rank.
+        flops: useful operations of that rank, 6·R·H·I forward and 12·R·H·I backward, with the
+            shared expert's rows.
+    """
+
+    scenario: Scenario
+    ms: float
+    kernel_ms: float
+    phases: dict[str, float]
+    bounds: dict[str, float]
+    bound: str
+    shares: dict[str, float]
+    comm_busy: float
+    rank: int
+    rows: int
+    routes: int
+    tasks: int
+    items: int
+    flops: float
+    outcome: Outcome = field(repr=False)
+    work: Work = field(repr=False)
+
+    @property
+    def tflops(self) -> float:
+        """Useful TFLOP/s of the whole call."""
+        return self.flops / self.ms / 1e9
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("ms", "kernel_ms", "tflops", "bound", "phases", "bounds", "shares", "comm_busy",
+                 "rank", "rows", "routes", "tasks", "items")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+def simulate(scenario: Scenario, record: bool = False) -> Result:
+    """Simulate one call; ``record`` keeps every task's times in ``Result.outcome.events``.
+
+    Raises:
+        MokError: the scenario is impossible.
+    """
+    tile_m = 256 if scenario.program == "upstream" else Costs.ours(scenario).tile.m
+    candidates = critical(loads(scenario, tile_m))
+    best: tuple[float, RankLoad, Work, Outcome] | None = None
+    machine = scenario.machine
+    rates = Rates(
+        machine["hbm_bytes_per_s"],
+        machine.nvlink,
+        machine["network_bytes_per_s"],
+        machine["signal_s"],
+    )
+    for load in candidates:
+        work = build(scenario, load)
+        outcome = Engine(work, rates, record).play()
+        if best is None or outcome.end > best[0]:
+            best = (outcome.end, load, work, outcome)
+    assert best is not None
+    return _result(scenario, *best[1:])
+
+
+def build(scenario: Scenario, load: RankLoad) -> Work:
+    """The kernel's work on one rank."""
+    if scenario.program == "upstream":
+        if scenario.direction == "backward":
+            return upstream.backward(scenario, load)
+        return upstream.forward(scenario, load)
+    if scenario.direction == "backward":
+        return ours_backward.backward(scenario, load)
+    return ours.forward(scenario, load)
+
+
+def surroundings(scenario: Scenario, load: RankLoad) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of what comes before and after the kernel, by name."""
+    m, shape = scenario.machine, scenario.shape
+    launch, hbm = m["launch_s"], m["hbm_bytes_per_s"]
+    barrier = 0.0 if shape.ep_size == 1 or scenario.virtual else m["barrier_s"] + launch
+    row = 2.0 * shape.hidden_size
+    tokens, topk = load.tokens, shape.topk
+    has_shared = shape.shared_intermediate_size is not None
+    ids = 4.0 * topk * float(scenario.routes.tokens.sum())
+    before: dict[str, float] = {}
+    if scenario.direction == "forward":
+        before["schedule"] = 3 * launch + 2 * barrier + 3 * ids / hbm + 12e-6
+    heap = 0 if scenario.direct else 2 if scenario.direction == "backward" else 1
+    if heap:
+        before["copy to heap"] = launch + heap * 2 * tokens * row / hbm
+    if barrier:
+        before["barrier before"] = barrier
+    after: dict[str, float] = {}
+    if scenario.direction != "recompute":
+        if barrier:
+            after["barrier after"] = barrier
+        rows = topk + 1 + has_shared
+        after["token sum"] = launch + tokens * rows * row / hbm
+    return before, after
+
+
+def _result(scenario: Scenario, load: RankLoad, work: Work, outcome: Outcome) -> Result:
+    before, after = surroundings(scenario, load)
+    last_task = max(outcome.compute_end, outcome.first_routed)
+    kernel = {
+        "start": work.start_s,
+        "fill": max(0.0, outcome.first_routed - work.start_s) if len(work.items) else 0.0,
+        "steady": 0.0,
+        "drain": max(0.0, outcome.comm_end - last_task),
+        "surplus clusters": work.surplus_s,
+    }
+    kernel["steady"] = outcome.end - sum(kernel.values())
+    phases = {n: s * 1e3 for n, s in {**before, **kernel, **after}.items() if s > 0}
+    span = outcome.compute_end - work.start_s
+    all_compute = max(1e-12, span * work.workers)
+    shares = {"main loop": outcome.busy / all_compute, "epilogue": outcome.tail / all_compute}
+    shares |= {name: seconds / all_compute for name, seconds in outcome.waits.items()}
+    shape = scenario.shape
+    inner = load.routes * shape.intermediate_size
+    inner += load.tokens * (shape.shared_intermediate_size or 0)
+    per = {"forward": 6, "backward": 12, "recompute": 4}[scenario.direction]
+    bounds = {name: s * 1e3 for name, s in lower_bounds(scenario, work).items()}
+    waiting = {n: s for n, s in shares.items() if n not in ("main loop", "epilogue", "end")}
+    bound = max(bounds, key=lambda name: bounds[name])
+    worst = max(waiting, key=lambda name: waiting[name], default="")
+    if worst and waiting[worst] > 0.25:
+        bound += f", waiting for {worst}"
+    return Result(
+        scenario=scenario,
+        ms=sum(phases.values()),
+        kernel_ms=outcome.end * 1e3,
+        phases=phases,
+        bounds=bounds,
+        bound=bound,
+        shares=shares,
+        comm_busy=outcome.comm_busy / max(1e-12, outcome.end * max(1, work.comm_workers)),
+        rank=load.rank,
+        rows=load.rows,
+        routes=load.routes,
+        tasks=len(work.tasks),
+        items=len(work.items),
+        flops=per * inner * shape.hidden_size,
+        outcome=outcome,
+        work=work,
+    )
+
+
+def lower_bounds(scenario: Scenario, work: Work) -> dict[str, float]:
+    """Least seconds that the kernel takes for each of its resources alone."""
+    m, items = scenario.machine, work.items
+    found = {
+        "tensor cores": sum(work.tasks.busy) / work.workers,
+        "HBM": (sum(work.tasks.hbm) + sum(items.hbm)) / m["hbm_bytes_per_s"],
+    }
+    if len(items):
+        found["NVLink"] = max(sum(items.rx), sum(items.tx)) / m.nvlink
+        found["network"] = sum(items.net) / m["network_bytes_per_s"]
+        found["comm SMs"] = sum(items.busy) / work.comm_workers
+    return {name: seconds for name, seconds in found.items() if seconds > 0}

@@ -1,0 +1,217 @@
+"""What tasks and items cost, from the machine's rates and a program's calibration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mok.kernels_cute.program import Tile
+from mok.tools.simulator.constants import Table, calibration
+from mok.tools.simulator.load import RankLoad
+from mok.tools.simulator.machine import Machine
+from mok.tools.simulator.scenario import Scenario
+from mok.tools.simulator.work import Items, Pipeline, singles
+
+Array = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+K_STEP = 64  # columns of the contraction in one step of the main loop, BF16
+PADDING_ROW_S = 0.4e-6  # clearing a row
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one program in one scenario.
+
+    Attributes:
+        comm_sms: SMs that communicate; the others form ``workers`` clusters of ``cluster`` CTAs.
+        tile_name: key of the machine's ``tiles``.
+    """
+
+    machine: Machine
+    table: Table
+    tile: Tile
+    tile_name: str
+    precision: str
+    comm_sms: int
+    hidden: int
+    wire_share: float
+
+    @classmethod
+    def ours(cls, scenario: Scenario) -> Costs:
+        hopper = scenario.machine.arch == "sm_90a"
+        tile = Tile() if hopper else Tile(m=256, group_m=8)
+        return cls(
+            scenario.machine,
+            calibration("ours_sm90" if hopper else "ours_sm100"),
+            tile,
+            f"{tile.m}x{tile.down_n}",
+            "bf16" if hopper else scenario.precision,
+            scenario.comm_sms,
+            scenario.shape.hidden_size,
+            33 / 64 if scenario.mxfp8_wire and scenario.precision == "mxfp8" else 1.0,
+        )
+
+    @property
+    def cluster(self) -> int:
+        return self.machine.cluster
+
+    @property
+    def workers(self) -> int:
+        return (self.machine.num_sms - self.comm_sms) // self.cluster
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of a GEMM operand's element, scales included."""
+        return 33 / 32 if self.precision == "mxfp8" else 2.0
+
+    # ---- compute ----
+
+    def steps(self, size: int) -> int:
+        """Main-loop steps of ``K_STEP`` columns for a contraction over ``size``."""
+        return -(-size // K_STEP)
+
+    def step_flops(self) -> float:
+        """FLOP of one step on the whole cluster."""
+        return 2.0 * self.tile.m * self.tile.down_n * K_STEP
+
+    def step_s(self, precise: bool) -> float:
+        """Seconds of one step; ``precise``: BF16 whatever the precision."""
+        precision = "bf16" if precise else self.precision
+        compute_sms = self.workers * self.cluster
+        rate = self.machine.tensor_rate(self.tile_name, precision, compute_sms)
+        tensor = self.step_flops() / self.cluster / rate
+        # Every CTA loads its rows of A and (in a pair, half of) B through L2.
+        per_cta = self.tile.m / self.cluster + self.tile.down_n / self.cluster
+        size = per_cta * K_STEP * (2.0 if precise else self.element_bytes)
+        return max(tensor, size * compute_sms / self.machine["l2_bytes_per_s"])
+
+    def busy(self, steps: Array, precise: NDArray[np.bool_]) -> Floats:
+        step: Floats = np.where(precise, self.step_s(True), self.step_s(False))
+        return np.asarray(steps * step, np.float64)
+
+    def flops(self, steps: Array, precise: NDArray[np.bool_]) -> Floats:
+        return np.asarray(steps * self.step_flops(), np.float64)
+
+    def neighbours(self, expert: Array, mb_blocks: int) -> Floats:
+        """float64 [blocks]: row blocks that share a block's weight tiles while they are in L2."""
+        if not len(expert):
+            return np.ones(0)
+        block = np.arange(len(expert))
+        group = block % mb_blocks // self.tile.group_m
+        groups = -(-mb_blocks // self.tile.group_m)
+        key = (block // mb_blocks * groups + group) * (int(expert.max()) + 1) + expert
+        _, where, count = np.unique(key, return_inverse=True, return_counts=True)
+        return count[where].astype(np.float64)
+
+    def operand_bytes(
+        self, columns: Array, sharing: Floats, n_tiles: Array, precise: NDArray[np.bool_]
+    ) -> Floats:
+        """HBM bytes that a task's operands cost: A over ``columns``, B of the same depth.
+
+        B is read once per raster group and expert. A is read once per group if the group's rows
+        fit half of L2, else again for every column tile that is not in flight with it.
+        """
+        size = np.where(precise, 2.0, self.element_bytes)
+        a = self.tile.m * columns * size
+        b = self.tile.down_n * columns * size
+        together = max(1.0, self.workers / self.tile.group_m)
+        fits = a * self.tile.group_m <= self.machine["l2_bytes"] / 2
+        reuse = np.where(fits, n_tiles, np.minimum(n_tiles, together))
+        return a / np.maximum(reuse, 1) + b / np.maximum(sharing, 1)
+
+    def hold(self, tail: Floats) -> Floats:
+        """Seconds of each epilogue that keep the accumulator from the next task."""
+        return tail * self.table["mxfp8_hold" if self.precision == "mxfp8" else "hold"]
+
+    def pipeline(self) -> Pipeline:
+        t = self.table
+        mxfp8 = self.precision == "mxfp8"
+        two = t["accumulators"] == 2 and not mxfp8
+        return Pipeline(
+            accumulators=2 if two else 1,
+            lead_s=t["stages"] * self.step_s(False),
+            fill_s=t["fill_s"],
+            store_s=t["store_s"],
+            draws_late=self.cluster == 2,
+        )
+
+    # ---- communication ----
+
+    def row_s(self, latency_s: float) -> float:
+        """Seconds for one warp to copy a row with ``latency_s`` per round of loads."""
+        t, size = self.table, 2 * self.hidden
+        whole, rest = divmod(size, int(t["comm_bytes_in_flight"]))
+        rounds = whole + -(-rest // int(t["comm_tail_bytes"]))
+        return t["row_overhead_s"] + rounds * latency_s
+
+    def item_s(self, pull: NDArray[np.bool_], real: Array, load: RankLoad) -> Floats:
+        """Seconds that an item of ``tile.comm_m`` rows keeps its SM."""
+        t, m = self.table, self.machine
+        rounds = -(-self.tile.comm_m // int(t["comm_warps"]))
+        local = self.row_s(m["local_latency_s"])
+        near = self.row_s(m["nvlink_latency_s"])
+        far = self.row_s(m["network_latency_s"])
+        pulled = load.local * local + load.near * near + load.far * far
+        one = np.where(pull, pulled, local)  # a push loads locally and does not wait for its stores
+        fill = real / self.tile.comm_m
+        busy = rounds * (fill * one + (1 - fill) * np.where(pull, PADDING_ROW_S, 0.0))
+        # However many warps: one SM moves no more than this.
+        rate = np.where(pull, m["sm_pull_bytes_per_s"], m["sm_push_bytes_per_s"])
+        rate = np.where(load.local == 1.0, m["sm_bytes_per_s"] / 2, rate)
+        busy = np.maximum(busy, real * 2.0 * self.hidden / rate)
+        if self.precision == "mxfp8":
+            elements = self.tile.comm_m * self.hidden
+            busy = busy + np.where(pull, elements / t["quantise_elements_per_s"], 0.0)
+        return busy + t["item_overhead_s"]
+
+    def wires(
+        self, pull: NDArray[np.bool_], payload: Floats, load: RankLoad
+    ) -> tuple[Floats, Floats, Floats]:
+        """Bytes on the rank's own ports for moves of ``payload`` bytes: received, sent, network.
+
+        The peers do the same at the same time, so their pulls from this rank and their pushes to it
+        are charged along with its own, scaled by how much they take.
+        """
+        m, mirror = self.machine, load.near_mirror
+        near = payload * load.near
+        data = np.where(pull, m["pull_data_wire"], m["push_data_wire"])
+        reply = np.where(pull, m["pull_request_wire"], m["push_ack_wire"])
+        # A pull's data is received, its requests are sent; a push the other way round.
+        towards = near * (data + mirror * reply)
+        back = near * (reply + mirror * data)
+        net = payload * load.far * max(1.0, load.far_mirror)
+        return np.where(pull, towards, back), np.where(pull, back, towards), net
+
+    def items(
+        self,
+        names: tuple[str, ...],
+        kind: Array,
+        pull: NDArray[np.bool_],
+        row: Array,
+        minibatch: Array,
+        wait: Array,
+        signal: Array,
+        load: RankLoad,
+        matrices: Array | int = 1,
+    ) -> Items:
+        """Items of ``tile.comm_m`` rows each; ``matrices`` of them are moved per row."""
+        real = load.real_rows(row, self.tile.comm_m)
+        payload = real * 2.0 * self.hidden * matrices * np.where(pull, self.wire_share, 1.0)
+        rx, tx, net = self.wires(pull, payload, load)
+        overhead = self.table["item_overhead_s"]
+        busy = (self.item_s(pull, real, load) - overhead) * matrices + overhead
+        return Items(
+            names,
+            kind.tolist(),
+            busy.tolist(),
+            rx.tolist(),
+            tx.tolist(),
+            net.tolist(),
+            (2 * payload).tolist(),
+            singles(wait),
+            singles(signal),
+            minibatch.tolist(),
+        )

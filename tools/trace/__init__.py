@@ -1,0 +1,1 @@
+"""Timelines as Perfetto JSON and as pictures."""
