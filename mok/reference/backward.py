@@ -44,6 +44,17 @@ class Gradients:
     shared: Experts | None = None
     shared_scale: Tensor | None = None
 
+    def named(self) -> dict[str, Tensor]:
+        """All that are there, by name: "x", "router_weights", "routed gate" …"""
+        found = {"x": self.x, "router_weights": self.router_weights}
+        for kind, experts in (("routed", self.routed), ("shared", self.shared)):
+            if experts is not None:
+                parts = zip(("gate", "up", "down"), _parts(experts), strict=True)
+                found |= {f"{kind} {name}": part for name, part in parts}
+        if self.shared_scale is not None:
+            found["shared_scale"] = self.shared_scale
+        return found
+
 
 class Activation(NamedTuple):
     """What backward makes of a row's pre-activations; FP32 [rows, I]."""

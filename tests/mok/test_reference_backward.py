@@ -32,16 +32,6 @@ from mok.reference.router_grad import row_partials, sum_groups
 SHAPE = Shape(48, 128, 192, 6, 3, shared_intermediate_size=64)
 
 
-def parts(g: Gradients) -> dict[str, torch.Tensor]:
-    found = {"x": g.x, "router_weights": g.router_weights}
-    found |= {f"routed {n}": getattr(g.routed, n) for n in ("gate", "up", "down")}
-    if g.shared is not None:
-        found |= {f"shared {n}": getattr(g.shared, n) for n in ("gate", "up", "down")}
-    if g.shared_scale is not None:
-        found["shared_scale"] = g.shared_scale
-    return found
-
-
 def tokens_of(case: Case, tokens: slice) -> Case:
     return dataclasses.replace(
         case,
@@ -54,8 +44,8 @@ def tokens_of(case: Case, tokens: slice) -> Case:
 
 def assert_exact(found: Gradients, case: Case, dy: torch.Tensor, lengths=None) -> None:
     """Every gradient is the oracle's, rounded to its dtype; shared weights rank by rank."""
-    want = parts(backward_loop(case, dy))
-    got = parts(found)
+    want = backward_loop(case, dy).named()
+    got = found.named()
     assert got.keys() == want.keys()
     for name, value in got.items():
         if not name.startswith("shared ") or lengths is None:
@@ -64,7 +54,7 @@ def assert_exact(found: Gradients, case: Case, dy: torch.Tensor, lengths=None) -
         edges = itertools.pairwise(itertools.accumulate(lengths, initial=0))
         for rank, (start, end) in enumerate(edges):
             here = slice(start, end)
-            alone = parts(backward_loop(tokens_of(case, here), dy[here]))
+            alone = backward_loop(tokens_of(case, here), dy[here]).named()
             for name, value in got.items():
                 if name.startswith("shared "):
                     assert torch.equal(value[rank], alone[name][0].to(value.dtype)), name
@@ -130,10 +120,9 @@ def test_router_gradients_add_in_the_kernels_order():
 def test_scheduled_reference_agrees_with_autograd(kind, limit):
     case = random_case(SHAPE, kind=kind, seed=1, swiglu_limit=limit, gated=True)
     dy = random_gradient(case)
-    want = parts(backward_loop(case, dy))
-    for name, value in parts(
-        backward_reference(case, dy, 3, tile=16, minibatch=16, macrobatch=32)
-    ).items():
+    want = backward_loop(case, dy).named()
+    found = backward_reference(case, dy, 3, tile=16, minibatch=16, macrobatch=32)
+    for name, value in found.named().items():
         if name.startswith("shared "):
             value = value.double().sum(0, keepdim=True)
         assert relative_l2(value, want[name]) < GRADIENT_LIMIT, name
@@ -146,10 +135,10 @@ def test_oracle_is_the_loop(limit, monkeypatch):
     for kind, gated in zip(ROUTINGS, itertools.cycle([True, False])):
         case = random_case(SHAPE, kind=kind, swiglu_limit=limit, gated=gated)
         dy = random_gradient(case)
-        want = parts(backward_loop(case, dy))
-        exact, found = parts(backward_oracle(case, dy, torch.float64)), backward_oracle(case, dy)
+        want = backward_loop(case, dy).named()
+        exact, found = backward_oracle(case, dy, torch.float64).named(), backward_oracle(case, dy)
         assert exact.keys() == want.keys()
-        for name, value in parts(found).items():
+        for name, value in found.named().items():
             assert relative_l2(exact[name], want[name]) < 1e-14
             # In FP32 a pre-activation may lie on the other side of the clamp.
             assert relative_l2(value, want[name]) < (1e-5 if limit is None else 1e-3)
@@ -258,12 +247,12 @@ def test_integer_cases_are_exact_at_every_rounding_point(topk, hidden, intermedi
     check_every_rounding_point(case, dy)
     found = backward_reference(case, dy, 2, tile=16)
     assert_exact(found, case, dy, [16, 16])
-    oracle = parts(backward_oracle(case, dy))
-    for name, value in parts(backward_loop(case, dy)).items():
+    oracle = backward_oracle(case, dy).named()
+    for name, value in backward_loop(case, dy).named().items():
         assert torch.equal(oracle[name].double(), value.float().double()), name
     # Exact because it works, not because it is 0.
     used = case.top_experts[case.top_experts >= 0].unique()
-    for name, value in parts(found).items():
+    for name, value in found.named().items():
         value = value[used] if name.startswith("routed") else value
         assert value.count_nonzero() > value.numel() / 10, name
 
@@ -317,13 +306,13 @@ def test_gradients_notice_one_changed_element(side):
     shape = Shape(64, 128, 128, 2, 2, shared_intermediate_size=64)
     case = integer_case(shape, kind="duplicates", seed=9, gated=True)
     dy = integer_gradient(case)
-    before = parts(backward_reference(case, dy, tile=16))
+    before = backward_reference(case, dy, tile=16).named()
     tensor = dy if side == "dy" else getattr(case, side, None)
     if tensor is None:
         tensor = getattr(case.routed, side)
     index = tuple(tensor.nonzero()[len(tensor.nonzero()) // 2].tolist())
     tensor[index] = -tensor[index] if side != "top_experts" else 0
-    after = parts(backward_reference(case, dy, tile=16))
+    after = backward_reference(case, dy, tile=16).named()
     assert any(not torch.equal(after[name], value) for name, value in before.items())
 
 
@@ -345,9 +334,9 @@ def test_integer_cases_scale_to_real_dimensions(hidden, intermediate):
 def test_no_tokens(ep_size):
     case = random_case(dataclasses.replace(SHAPE, num_tokens=0), gated=True)
     dy = random_gradient(case)
-    found = parts(backward_reference(case, dy, ep_size))
+    found = backward_reference(case, dy, ep_size).named()
     for other in (backward_loop(case, dy), backward_oracle(case, dy)):
-        for name, value in parts(other).items():
+        for name, value in other.named().items():
             shape = list(value.shape)
             if name.startswith("shared "):
                 shape[0] = ep_size
