@@ -21,7 +21,9 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     """What is computed, and on which machine."""
     parser.add_argument("--machine", default="h200", help="a known machine, or a .toml file")
     parser.add_argument("--model", default="kimi-k2.5", choices=MODELS)
-    parser.add_argument("--shape", metavar="T,H,I,E,K[,SHARED]", help="instead of --model, --tokens")
+    parser.add_argument(
+        "--shape", metavar="T,H,I,E,K[,SHARED]", help="instead of --model, --tokens"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="T of every rank (default 8192)")
     parser.add_argument("--ep", type=int, default=8, help="ranks (default 8)")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "mxfp8"))

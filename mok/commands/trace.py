@@ -24,7 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="show what kernels recorded, or earlier timelines (.json), instead of a simulation",
     )  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="beside --records, simulate too")
-    parser.add_argument("--out", type=Path, default=Path("mok_trace"), help="file name without ending")
+    parser.add_argument(
+        "--out", type=Path, default=Path("mok_trace"), help="file name without ending"
+    )
     parser.add_argument("--picture", default="png", choices=("png", "svg", "none"))
 
 
@@ -93,6 +95,8 @@ def passed(document: dict[str, Any]) -> bool:
 def show(document: dict[str, Any], console: Console) -> None:
     for t in document["traces"]:
         lost = f", {t['lost']} records lost" if t["lost"] else ""
-        console.print(f"{t['source']}: {t['events']} tasks, {t['ms']:.3f} ms{lost}", highlight=False)
+        console.print(
+            f"{t['source']}: {t['events']} tasks, {t['ms']:.3f} ms{lost}", highlight=False
+        )
     for name in document["files"]:
         console.print(f"wrote {name}", highlight=False, soft_wrap=True)

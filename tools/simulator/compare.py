@@ -111,7 +111,9 @@ def gains(scenario: Scenario) -> list[dict[str, Any]]:
     for name, title in SWITCH_NAMES.items():
         if name == "slot_backward" and scenario.direction != "backward":
             continue
-        steps.append((f"+ {title}", dataclasses.replace(upstream, switches=Switches(**{name: True}))))
+        steps.append(
+            (f"+ {title}", dataclasses.replace(upstream, switches=Switches(**{name: True})))
+        )
     every = Switches(**dict.fromkeys(SWITCH_NAMES, True))
     steps.append(("upstream with all of these", dataclasses.replace(upstream, switches=every)))
     steps.append(("ours", dataclasses.replace(scenario, program="ours")))

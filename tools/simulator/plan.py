@@ -18,6 +18,12 @@ from mok.tools.simulator.simulate import Result, simulate
 RING_SHARE = 0.25  # of the GPU's memory that a ring may take at most
 
 
+def changed(config: Config, name: str, value: int) -> Config:
+    """``config`` with one tunable changed."""
+    change: dict[str, Any] = {name: value}
+    return dataclasses.replace(config, **change)
+
+
 @dataclass(frozen=True)
 class Trial:
     """A configuration and what it takes."""
@@ -69,7 +75,7 @@ class Search:
     def run(self, config: Config, direction: Direction) -> Result:
         """One simulation; what does not concern a direction does not make a new one."""
         other = "bwd_num_comm_sms" if direction == "forward" else "fwd_num_comm_sms"
-        key = (dataclasses.replace(config, **{other: 2}), direction)
+        key = (changed(config, other, 2), direction)
         if key not in self.known:
             scenario = Scenario(
                 self.shape, config, self.machine, direction, self.precision, "ours",
@@ -89,7 +95,9 @@ class Search:
 
     def comm_sms(self) -> list[int]:
         most = self.machine.num_sms - 2 * self.machine.cluster
-        return [n for n in (4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 60, 68) if n <= most]
+        return [
+            n for n in (4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 60, 68) if n <= most
+        ]
 
     def minibatches(self) -> list[int]:
         """From a few blocks to all rows, by about a quarter from one to the next."""
@@ -126,14 +134,17 @@ class Search:
             before = best
             if not self.trial(best).forward.scenario.direct:
                 for name in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
-                    tries = [dataclasses.replace(best, **{name: n}) for n in self.comm_sms()]
+                    tries = [changed(best, name, n) for n in self.comm_sms()]
                     best = self.best_of([best, *tries], total)
             ring = best.macrobatch_size // best.minibatch_size
             rows = best.macrobatch_size
             tries = [
                 dataclasses.replace(best, minibatch_size=m, macrobatch_size=m * n)
                 for m in self.minibatches()
-                for n in {min(ring, self.rings(m)[-1]), max(1, min(-(-rows // m), self.rings(m)[-1]))}
+                for n in {
+                    min(ring, self.rings(m)[-1]),
+                    max(1, min(-(-rows // m), self.rings(m)[-1])),
+                }
             ]
             best = self.best_of([best, *tries], total)
             m = best.minibatch_size
@@ -155,10 +166,14 @@ class Search:
             for name in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
                 around = _around(self.comm_sms(), getattr(best, name))
                 for n in around:
-                    add(name, n, dataclasses.replace(best, **{name: n}))
+                    add(name, n, changed(best, name, n))
         ring = best.macrobatch_size // best.minibatch_size
         for m in _around(self.minibatches(), best.minibatch_size):
-            add("minibatch_size", m, dataclasses.replace(best, minibatch_size=m, macrobatch_size=m * ring))
+            add(
+                "minibatch_size",
+                m,
+                dataclasses.replace(best, minibatch_size=m, macrobatch_size=m * ring),
+            )
         for n in _around(self.rings(best.minibatch_size), ring):
             size = n * best.minibatch_size
             add("macrobatch_size", size, dataclasses.replace(best, macrobatch_size=size))

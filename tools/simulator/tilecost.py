@@ -18,7 +18,6 @@ Array = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-
 def ours_calibration(arch: str) -> str:
     """Name of the calibration of our kernels on an architecture."""
     return "ours_sm90" if arch == "sm_90a" else "ours_sm100"

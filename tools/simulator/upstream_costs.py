@@ -100,7 +100,9 @@ class UpstreamCosts:
         # The expert of a routed task is searched for; the shared expert's is known.
         experts = len(self.load.counts)
         scan = t["search_s"] if self.scenario.switches.prefix_search else t["scan_s"] * experts / 2
-        scans = np.isin(kind, (1, 3, 4, 6, 9)) & ~precise  # a weight gradient's expert is a quotient
+        scans = (
+            np.isin(kind, (1, 3, 4, 6, 9)) & ~precise
+        )  # a weight gradient's expert is a quotient
         start = t["task_s"] + np.where(scans, scan, 0.0)
         busy = np.where(gemm, costs.busy(steps, precise) + start, 0.0)
         scale = width / np.where(np.isin(kind, (5,)), 4, 6)
