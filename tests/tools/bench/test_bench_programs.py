@@ -154,7 +154,8 @@ def test_phases_cover_a_call(work, launches):
         return program.backward(index, saved)
 
     clock = FakeClock()
-    cost = {"schedule": 1, "forward": 10, "token_sum": 2, "backward": 20, "router_grad": 3}
+    cost = {"schedule": 1, "forward": 10, "backward": 20, "router_grad": 3}
+    cost |= {"token_sum": 2, "dx_sum": 2}
     launches.launch = lambda spec, args: clock.spend(  # type: ignore[method-assign]
         next((ms for key, ms in cost.items() if spec.name.startswith(key)), 0)
     )
@@ -393,6 +394,11 @@ def test_sonic_chooses_once_per_shape_and_never_tunes(work, fake_sonic):
     roles |= {key[0] for key in program.chooser.chosen}
     assert roles == set(sonic_configs.CONFIGS)
     assert all(not c.is_dynamic_persistent for c in fake_sonic.configs)
+
+
+def test_sonic_configurations_are_the_same_objects_for_every_shape(work, fake_sonic):
+    first, second = (sonic_configs.install(HostClock(), 2).configs for _ in range(2))
+    assert all(a is b for role in first for a, b in zip(first[role], second[role], strict=True))
 
 
 def test_sonic_one_variant_is_not_timed(work, fake_sonic):
