@@ -46,14 +46,6 @@ def cluster_arrive(address: Int32) -> None:
     )
 
 
-def cluster_arrive_relaxed(address: Int32) -> None:
-    """``cluster_arrive`` that orders no memory: for tensor memory, behind ``tcgen05_before_sync``."""
-    cute.arch.inline_ptx(
-        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];",
-        read_only_args=[address],
-    )
-
-
 def cluster_wait(address: Int32, parity: Int32) -> None:
     """Wait for a phase of an own mbarrier on which other CTAs arrive; acquires what they released."""
     cute.arch.inline_ptx(

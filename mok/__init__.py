@@ -24,6 +24,7 @@ _LAZY = {
     "Shape": "mok.config",
     "functional": "",
     "reference": "",
+    "replace_moe": "mok.hf",
 }
 
 

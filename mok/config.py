@@ -222,12 +222,12 @@ class Config:
 
     @classmethod
     def suggest(cls, shape: Shape, device: Any) -> Config:
-        """A reasonable start: the two-wave minibatch (all rows at EP = 1, up to 65536), and a ring of at
-        most 32 minibatches.
+        """What ``mok tune`` found for this shape on this GPU, else a reasonable start: the two-wave
+        minibatch (all rows at EP = 1, up to 65536), and a ring of at most 32 of them.
 
         Args:
             device: a machine name ("h200"), a CUDA ``torch.device``, or any object with ``arch``
-                and ``num_sms``.
+                and ``num_sms``. Only a real GPU has tuned results.
 
         Raises:
             DeviceError: the device is no GPU, or an unsupported one.
@@ -240,18 +240,35 @@ class Config:
         if shape.ep_size == 1:
             # Nothing to overlap: the fewer minibatches cut an expert, the less often its weights are
             # read (docs/measurements/h200.md: 609 → 637 TFLOP/s on Mixtral).
-            minibatch = min(-(-rows // tile) * tile, _MAX_DIRECT_MINIBATCH)
+            count = max(1, -(-rows // _MAX_DIRECT_MINIBATCH))
+            minibatch = max(1, -(-rows // (count * tile))) * tile
         ring = min(_RING_MINIBATCHES, max(1, -(-rows // minibatch)))
-        return cls(
+        suggested = cls(
             fwd_num_comm_sms=_even(_FWD_COMM_FRACTION * num_sms),
             bwd_num_comm_sms=_even(_BWD_COMM_FRACTION * num_sms),
             minibatch_size=minibatch,
             macrobatch_size=ring * minibatch,
         )
+        if (name := _gpu_name(device)) is None:
+            return suggested
+        from mok import tune
+
+        return tune.apply(suggested, shape, tune.Device(name, num_sms, arch))
 
 
 def _even(value: float) -> int:
     return max(2, 2 * round(value / 2))
+
+
+def _gpu_name(device: Any) -> str | None:
+    """Name of a real GPU; None for a machine that is only named or emulated."""
+    if hasattr(device, "arch") and hasattr(device, "num_sms"):
+        return str(device.name) if hasattr(device, "ordinal") else None
+    if isinstance(device, str) and not device.startswith("cuda"):
+        return None
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.device(device)).name)
 
 
 def _arch_and_sms(device: Any) -> tuple[str, int]:

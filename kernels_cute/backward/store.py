@@ -81,6 +81,7 @@ class StoreRoles:
                 if cutlass.const_expr(self.grad_mode == "bf16"):
                     if kind < SHARED and entry.later == 0:
                         chunk, phase = self.store_gradient(stores, dw, entry, kind, chunk, phase)
+                        self.release_rows(prog, base + counters.free, entry)
                     elif kind >= SHARED:
                         chunk, phase = self.store_gradient(
                             stores, shared_dw, entry, kind - SHARED, chunk, phase

@@ -138,8 +138,12 @@ class Staging(Invariant):
         on their way; after the ``last`` chunk of the tile all are free.
         """
         cute.arch.mbarrier_wait(bars.full + chunk, phase)
-        cute.copy(target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch])
-        cute.arch.cp_async_bulk_commit_group()
+        # Unlike a TMA load, a store of the DSL does not elect a lane: PTX would issue one per lane.
+        with cute.arch.elect_one():
+            cute.copy(
+                target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch]
+            )
+            cute.arch.cp_async_bulk_commit_group()
         if cutlass.const_expr(not first):
             cute.arch.cp_async_bulk_wait_group(1, read=True)
             self.free(bars, select(chunk == 0, Int32(self.stages - 1), chunk - 1))

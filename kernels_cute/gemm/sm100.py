@@ -359,7 +359,7 @@ class Mainloop(Invariant):
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             empty = ptx_sm100.cluster_address((bars.acc_empty + acc).toint(), Int32(0))
-            ptx_sm100.cluster_arrive_relaxed(empty)
+            ptx_sm100.cluster_arrive(empty)
         return advance(acc, phase, self.acc_stages)
 
 

@@ -169,7 +169,7 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
-        k_first: Int32 = Int32(0),
+        k_first: Int32 | int = 0,
     ) -> tuple[Int32, Int32]:
         """Load all K steps of a task (one warp): A tile ``a_tile``, B halves ``left_tile``, ``right_tile``.
 
@@ -255,7 +255,7 @@ class Mainloop(Invariant):
         first = thread // 8
         source = x_address + Int64(chunk * 16)
         target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
-        for k in cutlass.range(k_tiles, unroll=1):
+        for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             stage_target = target + stage * self.a_bytes
             for i in cutlass.range_constexpr(self.TILE_M // row_step):

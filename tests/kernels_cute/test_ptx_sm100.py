@@ -65,10 +65,6 @@ CLUSTER = {
         lambda a, w: ptx.cluster_arrive(w),
         "mbarrier.arrive.release.cluster.shared::cluster.b64",
     ),
-    "cluster_arrive_relaxed": (
-        lambda a, w: ptx.cluster_arrive_relaxed(w),
-        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64",
-    ),
     "cluster_wait": (
         lambda a, w: ptx.cluster_wait(w, w),
         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64",

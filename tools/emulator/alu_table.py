@@ -169,8 +169,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "e5m2x2_f16x2": ("w", "f16_rn(e5m2_f32(a0 >> 8)) << 16 | f16_rn(e5m2_f32(a0))"),
     "f32_ue8m0x2_rp": ("h", "ue8m0_code(af, True) << 8 | ue8m0_code(bf, True)"),
     "f32_ue8m0x2_rz": ("h", "ue8m0_code(af, False) << 8 | ue8m0_code(bf, False)"),
-    "ue8m0x2_bf16x2": ("w", "f32_bits(ue8m0_f32(a0 >> 8 & 255)) & 0xFFFF0000"
-                            " | f32_bits(ue8m0_f32(a0 & 255)) >> 16"),
+    "ue8m0x2_bf16x2": (
+        "w",
+        "f32_bits(ue8m0_f32(a0 >> 8 & 255)) & 0xFFFF0000 | f32_bits(ue8m0_f32(a0 & 255)) >> 16",
+    ),
     "s32_f32": ("f", "F(as_)"),
     "u32_f32": ("f", "F(a0)"),
     "s64_f32": ("f", "F(a0)"),
@@ -214,7 +216,7 @@ for _t, _x, _y in (("f32", "af", "bf"), ("f64", "ad", "bd")):
 
 NUMBER = {name: i for i, name in enumerate(TABLE)}
 
-_HEADER = '''"""Generated from alu_table.py: one branch per operation, a loop over the warp's lanes."""
+_HEADER = '''"""Generated from alu_table.py: a branch per operation, a loop over the lanes."""
 from math import copysign, inf, isnan, sqrt
 import numpy as np
 from numpy import cos, exp2, log2, sin, tanh
@@ -258,12 +260,19 @@ def round_f32(a, mode):
 '''
 
 _READ = {
-    "0": "ld64({o} + l)", "s": "sext32(ld64({o} + l))", "h": "sext16(ld64({o} + l))",
-    "f": "bits_f32(ld64({o} + l))", "d": "bits_f64(ld64({o} + l))",
+    "0": "ld64({o} + l)",
+    "s": "sext32(ld64({o} + l))",
+    "h": "sext16(ld64({o} + l))",
+    "f": "bits_f32(ld64({o} + l))",
+    "d": "bits_f64(ld64({o} + l))",
 }
 _WRITE = {
-    "w": "({e}) & 0xFFFFFFFF", "q": "{e}", "h": "({e}) & 0xFFFF", "f": "f32_bits({e})",
-    "d": "f64_bits({e})", "p": "I(1) if {e} else I(0)",
+    "w": "({e}) & 0xFFFFFFFF",
+    "q": "{e}",
+    "h": "({e}) & 0xFFFF",
+    "f": "f32_bits({e})",
+    "d": "f64_bits({e})",
+    "p": "I(1) if {e} else I(0)",
 }
 
 

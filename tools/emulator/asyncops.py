@@ -32,12 +32,25 @@ class Pending:
     steps: list[Callable[[], None]]
     done: int = 0
     queue: Any = None  # operations of one queue run in order
+    start: int = 0  # step of its issue
     agent: Any = None  # the checkers' view of it
     read_epoch: int = 0  # the agent's epoch of the first phase
 
     @property
     def finished(self) -> bool:
         return self.done == len(self.steps)
+
+
+@dataclass(frozen=True)
+class TimelineEvent:
+    """One asynchronous operation from issue to completion, in warp instructions."""
+
+    what: str
+    cta: tuple[int, int, int]
+    warp: int
+    start: int
+    end: int
+    place: str
 
 
 @dataclass
@@ -56,11 +69,13 @@ class AsyncEngine:
         self.immediate = seed is None
         self.random = random.Random(seed)
         self.pending: list[Pending] = []
+        self.timeline: list[TimelineEvent] | None = None
 
     def submit(
         self, what: str, w: "Warp", steps: list[Callable[[], None]], queue: Any = None
     ) -> Pending:
         op = Pending(what, w, int(w.state[L.W_PC]), steps, queue=queue)
+        op.start = int(self.machine.x[L.X_STEPS])
         checker = self.machine.checker
         if checker is not None:
             op.agent = checker.begin(w, op.pc)
@@ -90,6 +105,18 @@ class AsyncEngine:
         op.done += 1
         if op.finished and not self.immediate:
             self.pending.remove(op)
+        if op.finished and self.timeline is not None:
+            w, m = op.warp, self.machine
+            self.timeline.append(
+                TimelineEvent(
+                    op.what,
+                    w.cta.coords,
+                    int(w.state[L.W_INDEX]),
+                    op.start,
+                    int(m.x[L.X_STEPS]),
+                    m.place(op.pc),
+                )
+            )
         self.machine.sync_event()
 
     def advance(self) -> bool:
@@ -106,9 +133,18 @@ class AsyncEngine:
         while self.advance():
             pass
 
-    def drain_cluster(self, cluster: "Cluster") -> None:
-        """Completes what an exited cluster left behind, before its slot is used again."""
+    def leave_cluster(self, cluster: "Cluster") -> None:
+        """Completes what an exited cluster left behind, before its slot is used again.
+
+        A launch query or a store that still has to read shared memory is an error: the memory it
+        needs is gone.
+        """
         for op in [p for p in self.pending if p.warp.cta.cluster is cluster]:
+            if op.what.startswith("clusterlaunch") or (op.what == "bulk store" and not op.done):
+                raise KernelFault(
+                    "a CTA may not exit while an operation needs its shared memory",
+                    f"{op.what} of {self.machine.where(op.warp, op.pc)}",
+                )
             while not op.finished:
                 self.step(op)
 
@@ -128,6 +164,10 @@ def complete_tx(
 
     cta = cluster.ctas[rank]
     host = int(cta.state[L.C_SMEM]) + offset
+    if cta.state[L.C_INDEX] < 0:
+        raise EmulatorError(
+            "an asynchronous operation may not signal a CTA that has exited", f"CTA {cta.coords}"
+        )
     if offset & 7 or offset + 8 > cta.smem.size or not mb_valid(host):
         raise EmulatorError(
             "an asynchronous operation must signal an initialised mbarrier",

@@ -103,7 +103,7 @@ class Checker:
         self.global_table = table
         m.x[L.X_GSHADOW] = table.ctypes.data
 
-    # -- CTAs and warps -----------------------------------------------------------------------------
+    # -- CTAs and warps ---------------------------------------------------------------
 
     def start_cta(self, cta: "Cta") -> None:
         shadow = self.shadow[cta.index]
@@ -118,7 +118,7 @@ class Checker:
         row: np.ndarray = self.clocks[w.index * race.ROWS_PER_WARP + which]
         return row
 
-    # -- asynchronous agents ------------------------------------------------------------------------
+    # -- asynchronous agents ----------------------------------------------------------
 
     def begin(self, w: "Warp", pc: int) -> Agent:
         """A new asynchronous operation, issued now by a warp."""
@@ -158,21 +158,31 @@ class Checker:
     def signal(self, agent: Agent, host: int) -> None:
         """The operation's completion is published through the mbarrier at ``host``."""
         race.publish_clock(
-            self.machine.x.ctypes.data, np.int64(host), agent.clock.ctypes.data,
+            self.machine.x.ctypes.data,
+            np.int64(host),
+            agent.clock.ctypes.data,
             agent.proxy.ctypes.data,
         )
 
     def flip(self, host: int) -> None:
         race.flip(self.machine.x.ctypes.data, np.int64(host))
 
-    # -- accesses of the running operation ------------------------------------------------------------
+    # -- accesses of the running operation --------------------------------------------
 
     def _check(self, shadow: int, count: int, kind: int, address: int, uninit: bool) -> None:
         a = self.agent
         if a is not None:
             race.check_range(
-                self.machine.x.ctypes.data, np.int64(shadow), np.int64(count), np.int64(kind), a.tag,
-                a.clock.ctypes.data, a.proxy.ctypes.data, np.int64(a.pc), np.int64(address), uninit,
+                self.machine.x.ctypes.data,
+                np.int64(shadow),
+                np.int64(count),
+                np.int64(kind),
+                a.tag,
+                a.clock.ctypes.data,
+                a.proxy.ctypes.data,
+                np.int64(a.pc),
+                np.int64(address),
+                uninit,
             )
 
     def smem(self, cta: "Cta", offset: int, size: int, write: bool) -> None:
@@ -186,9 +196,15 @@ class Checker:
             return
         flat = np.ascontiguousarray(chunks.reshape(-1), dtype=np.int64)
         race.check_chunks(
-            self.machine.x.ctypes.data, np.int64(self.shadow[cta.index].ctypes.data),
-            flat.ctypes.data, np.int64(flat.size), np.int64(race.ASYNC), a.tag,
-            a.clock.ctypes.data, a.proxy.ctypes.data, np.int64(a.pc),
+            self.machine.x.ctypes.data,
+            np.int64(self.shadow[cta.index].ctypes.data),
+            flat.ctypes.data,
+            np.int64(flat.size),
+            np.int64(race.ASYNC),
+            a.tag,
+            a.clock.ctypes.data,
+            a.proxy.ctypes.data,
+            np.int64(a.pc),
             np.int64(cta.smem.ctypes.data),
         )
 
@@ -221,9 +237,16 @@ class Checker:
         clock, proxy = self._row(w, 0), self._row(w, 1)
         tag = np.int64(w.index << 32 | int(clock[w.index]))
         race.check_range(
-            self.machine.x.ctypes.data, np.int64(shadow), np.int64(count), np.int64(int(write)), tag,
-            clock.ctypes.data, proxy.ctypes.data, np.int64(int(w.state[L.W_PC])),
-            np.int64(address), not write,
+            self.machine.x.ctypes.data,
+            np.int64(shadow),
+            np.int64(count),
+            np.int64(int(write)),
+            tag,
+            clock.ctypes.data,
+            proxy.ctypes.data,
+            np.int64(int(w.state[L.W_PC])),
+            np.int64(address),
+            not write,
         )
 
     def tmem_by_warp(
@@ -240,7 +263,7 @@ class Checker:
         array = self.tmem_shadow.setdefault(sm, np.zeros((8, 512, 8), dtype=np.int64))
         array[:, first : first + count] = 0
 
-    # -- findings -----------------------------------------------------------------------------------
+    # -- findings ---------------------------------------------------------------------
 
     def findings(self) -> list[Finding]:
         """Everything reported so far."""
@@ -250,12 +273,8 @@ class Checker:
         for i in range(int(self.machine.x[L.X_NREPORTS])):
             kind, agent, pc, lane, address, other, other_pc, _ = (int(v) for v in self.reports[i])
             second = "" if kind == L.F_UNINIT else self._who(other, other_pc)
-            place = (
-                f"TMEM column {-1 - address}" if address < 0 else locate(self.machine, address)
-            )
-            out.append(
-                Finding(L.FAULT_TEXT[kind], self._who(agent, pc), second, place, lane)
-            )
+            place = f"TMEM column {-1 - address}" if address < 0 else locate(self.machine, address)
+            out.append(Finding(L.FAULT_TEXT[kind], self._who(agent, pc), second, place, lane))
         return out
 
     def _who(self, agent: int, pc: int) -> str:

@@ -23,12 +23,14 @@ def op_try_cancel(machine: Machine, w: Warp, op: Any) -> None:
         if cluster.extra.get("clc_failed"):
             raise EmulatorError(
                 "no cluster launch may be cancelled after a cancellation has failed",
-                f"cluster {cluster.number}", "stop querying at the first invalid response",
+                f"cluster {cluster.number}",
+                "stop querying at the first invalid response",
             )
         targets = range(len(cluster.ctas)) if multicast else [dst >> L.RANK_SHIFT]
 
-        def run(dst: int = dst, barrier: int = barrier, cluster: Any = cluster,
-                targets: Any = targets) -> None:
+        def run(
+            dst: int = dst, barrier: int = barrier, cluster: Any = cluster, targets: Any = targets
+        ) -> None:
             number = machine.cancel_cluster()
             words = np.zeros(4, dtype=np.uint32)
             if number is None:

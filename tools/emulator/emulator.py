@@ -1,9 +1,13 @@
 """The emulator as users see it: a context in which compiled functions run on the CPU."""
 
 import contextlib
+import functools
+import json
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +15,7 @@ import numpy as np
 
 from mok.tools.emulator import clc, encode_mem, encode_ops, tcgen05, tma, wgmma  # noqa: F401
 from mok.tools.emulator import layout as L
+from mok.tools.emulator.asyncops import TimelineEvent
 from mok.tools.emulator.checkers import Finding
 from mok.tools.emulator.encode import Encoder, Program
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
@@ -35,6 +40,20 @@ def translate(ptx: str, kernel: str) -> Program:
     return _PROGRAMS[key]
 
 
+@functools.cache
+def prepare() -> None:
+    """Compiles the interpreter, or reads it from the cache, by running a machine without warps."""
+    from mok.tools.emulator import interp
+    from mok.tools.emulator.jit import cache_folder
+
+    if not any(cache_folder().rglob("interp.run_grid*.nbc")):
+        print("mok: compiling the emulator's interpreter, once …", file=sys.stderr, flush=True)
+    machine = np.zeros(L.MACHINE_WORDS, dtype=np.int64)
+    warp = np.zeros(L.WARP_WORDS, dtype=np.int64)
+    machine[L.X_NWARPS], machine[L.X_WARPS] = 1, warp.ctypes.data
+    interp.run_grid(machine.ctypes.data, 1)
+
+
 @dataclass
 class LaunchRecord:
     """What one launch did."""
@@ -42,6 +61,7 @@ class LaunchRecord:
     kernel: str
     grid: tuple[int, int, int]
     seconds: float
+    cpu_seconds: float
     steps: int  # warp instructions
     python_calls: int
 
@@ -55,6 +75,27 @@ class Report:
     launches: list[LaunchRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    lines: set[int] = field(default_factory=set)  # PTX lines executed
+    events: list[TimelineEvent] = field(default_factory=list)
+
+    def write_timeline(self, path: str | Path) -> None:
+        """Writes asynchronous operations as a Perfetto (Chrome trace) JSON file.
+
+        One process per CTA, one track per warp; a microsecond stands for one warp instruction.
+        """
+        trace = [
+            {
+                "ph": "X",
+                "name": e.what,
+                "pid": str(e.cta),
+                "tid": f"warp {e.warp}",
+                "ts": e.start,
+                "dur": max(1, e.end - e.start),
+                "args": {"at": e.place},
+            }
+            for e in self.events
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ns"}))
 
 
 class Emulator:
@@ -63,8 +104,10 @@ class Emulator:
     ``arch``: "sm_90a", "sm_100a" or "sm_103a".  ``num_sms``: SMs of the emulated device.
     ``seed``: None for a plain, fast machine; an int for the adversarial one, whose interleaving
     and asynchronous completions the seed decides.  ``check``: look for data races and reads of
-    memory that nothing has written (by default with a seed only: it costs time).  Once ``register`` was called, an access to
-    global memory outside every registered tensor is an error.
+    memory that nothing has written (by default with a seed only: it costs time).  ``max_steps``:
+    warp instructions that one launch may take.  ``rewrite``: applied to the PTX before it runs.
+    ``timeline``: keep what ``Report.write_timeline`` needs.  Once ``register`` was called, an
+    access to global memory outside every registered tensor is an error.
 
     Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
     PTX that is not implemented, KernelFault when a checker stops the kernel.
@@ -77,12 +120,16 @@ class Emulator:
         num_gpus: int = 1,
         seed: int | None = None,
         check: bool | None = None,
+        max_steps: int | None = None,
+        rewrite: Callable[[str], str] | None = None,
+        timeline: bool = False,
     ) -> None:
         if arch not in LIMITS:
             raise EmulatorError("the architecture must be emulated", arch, f"use {list(LIMITS)}")
         self.arch, self.seed, self.num_gpus = arch, seed, num_gpus
         self.num_sms = num_sms or (132 if arch == "sm_90a" else 148)
         self.check = seed is not None if check is None else check
+        self.max_steps, self.rewrite, self.timeline = max_steps, rewrite, timeline
         self.report = Report(arch, seed)
         self._ranges: dict[int, int] = {}
         self._keep: list[Any] = []
@@ -139,13 +186,23 @@ class Emulator:
 
     def run_ptx(self, ptx: str, request: LaunchRequest) -> None:
         """Runs one kernel of a PTX module."""
-        start = time.perf_counter()
+        prepare()
+        start, cpu = time.perf_counter(), time.process_time()
         program = translate(ptx, request.kernel)
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
         machine = Machine(
-            program, request, LIMITS[self.arch], self.num_sms, dict(handlers()),
-            self._merged_ranges(symbols, program), self.seed, symbols, self.check,
+            program,
+            request,
+            LIMITS[self.arch],
+            self.num_sms,
+            dict(handlers()),
+            self._merged_ranges(symbols, program),
+            self.seed,
+            symbols,
+            self.check,
+            self.max_steps,
         )
+        machine.engine.timeline = self.report.events if self.timeline else None
         try:
             machine.run()
         except KernelFault as exc:
@@ -153,18 +210,25 @@ class Emulator:
             self.report.faults.append(str(exc))
             exc.report = self.report
             raise
+        self.report.lines |= machine.lines()
         found = machine.findings()
         self.report.findings.extend(found)
         self.report.launches.append(
             LaunchRecord(
-                request.kernel, request.grid, time.perf_counter() - start,
-                int(machine.x[L.X_STEPS]), machine.python_calls,
+                request.kernel,
+                request.grid,
+                time.perf_counter() - start,
+                time.process_time() - cpu,
+                int(machine.x[L.X_STEPS]),
+                machine.python_calls,
             )
         )
         if found:
             raise KernelFault(
-                f"the checkers found {len(found)} problems", "\n  ".join(map(str, found[:8])),
-                "the emulator's report holds all of them", self.report,
+                f"the checkers found {len(found)} problems",
+                "\n  ".join(map(str, found[:8])),
+                "the emulator's report holds all of them",
+                self.report,
             )
 
     def _merged_ranges(self, symbols: dict[str, int], program: Program) -> list[tuple[int, int]]:
@@ -188,10 +252,11 @@ class Emulator:
         ptx = getattr(request.compiled, "__ptx__", None) if request.compiled is not None else None
         if not ptx:
             raise LaunchError(
-                "an emulated function must carry its PTX", request.kernel,
+                "an emulated function must carry its PTX",
+                request.kernel,
                 "compile it inside the emulator's context, or with cute.KeepPTX",
             )
-        self.run_ptx(ptx, request)
+        self.run_ptx(self.rewrite(ptx) if self.rewrite else ptx, request)
 
 
 def handlers() -> Iterator[tuple[str, Any]]:

@@ -71,7 +71,7 @@ class Encoder:
         self._place_symbols()
         self.dummy = self.new_row()
 
-    # -- rows -----------------------------------------------------------------------------------
+    # -- rows -------------------------------------------------------------------------
 
     def new_row(self, count: int = 1) -> int:
         row = self.num_rows
@@ -162,7 +162,7 @@ class Encoder:
             return self.const(base[1] + offset), 0
         return self.row(base), offset
 
-    # -- records --------------------------------------------------------------------------------
+    # -- records ----------------------------------------------------------------------
 
     def emit(
         self,
@@ -191,9 +191,22 @@ class Encoder:
         self.ext.extend(at(r) for r in ext or [])
         self.records.append(
             [
-                op, guard, negate, at(d), at(a), at(b), at(c),
+                op,
+                guard,
+                negate,
+                at(d),
+                at(a),
+                at(b),
+                at(c),
                 (e or 0) if e_raw else at(e),
-                x, y, start, n, NONE if target is None else target, z, sync, 0,
+                x,
+                y,
+                start,
+                n,
+                NONE if target is None else target,
+                z,
+                sync,
+                0,
             ]
         )
         self.source.append(self.ins)
@@ -219,7 +232,7 @@ class Encoder:
             return None
         return self.row(op)
 
-    # -- the whole kernel -----------------------------------------------------------------------
+    # -- the whole kernel -------------------------------------------------------------
 
     def encode(self, handlers: dict[str, Callable[..., None]]) -> Program:
         for ins in self.kernel.code:

@@ -74,10 +74,26 @@ def _st(e: Encoder, ins: Instruction) -> None:
     e.emit(L.OP_ST, a=a, y=offset, x=x, ext=rows, n=len(rows))
 
 
-_ATOMIC = {"add": M.A_ADD, "min": M.A_MIN, "max": M.A_MAX, "and": M.A_AND, "or": M.A_OR,
-           "xor": M.A_XOR, "exch": M.A_EXCH, "cas": M.A_CAS, "inc": M.A_INC, "dec": M.A_DEC}
-_ATOMIC_TYPE = {"f32": M.T_F32, "f64": M.T_F64, "bf16x2": M.T_BF16X2, "f16x2": M.T_F16X2,
-                "bf16": M.T_BF16, "f16": M.T_F16}
+_ATOMIC = {
+    "add": M.A_ADD,
+    "min": M.A_MIN,
+    "max": M.A_MAX,
+    "and": M.A_AND,
+    "or": M.A_OR,
+    "xor": M.A_XOR,
+    "exch": M.A_EXCH,
+    "cas": M.A_CAS,
+    "inc": M.A_INC,
+    "dec": M.A_DEC,
+}
+_ATOMIC_TYPE = {
+    "f32": M.T_F32,
+    "f64": M.T_F64,
+    "bf16x2": M.T_BF16X2,
+    "f16x2": M.T_F16X2,
+    "bf16": M.T_BF16,
+    "f16": M.T_F16,
+}
 
 
 @handles("atom", "red")
@@ -109,13 +125,20 @@ def _atom(e: Encoder, ins: Instruction) -> None:
     order = int(bool(mods & {"acquire", "acq_rel"})) << 17
     order |= int(bool(mods & {"release", "acq_rel"})) << 18
     e.emit(
-        L.OP_ATOM, d=d, a=a, y=offset, x=space_of(ins) | _log2(size) << 3 | order,
+        L.OP_ATOM,
+        d=d,
+        a=a,
+        y=offset,
+        x=space_of(ins) | _log2(size) << 3 | order,
         c=None if compare is None else e.row(compare, size),
-        e=_ATOMIC[op] | number << 8, e_raw=True, ext=rows, n=n,
+        e=_ATOMIC[op] | number << 8,
+        e_raw=True,
+        ext=rows,
+        n=n,
     )
 
 
-# -- warp-wide ------------------------------------------------------------------------------------
+# -- warp-wide -----------------------------------------------------------------------
 
 
 def _pair(e: Encoder, op: Operand) -> tuple[int | None, int | None]:
@@ -135,8 +158,9 @@ def _shfl(e: Encoder, ins: Instruction) -> None:
     d, p = _pair(e, ins.operands[0])
     mode = {"idx": 0, "up": 1, "down": 2, "bfly": 3}[ins.mods[2]]
     a, b, c = (e.row(o, 4) for o in ins.operands[1:4])
-    e.emit(L.OP_SHFL, d=d, e=p, a=a, b=b, c=c, x=mode, sync=1,
-           target=_member_mask(e, ins.operands[4]))
+    e.emit(
+        L.OP_SHFL, d=d, e=p, a=a, b=b, c=c, x=mode, sync=1, target=_member_mask(e, ins.operands[4])
+    )
 
 
 @handles("vote")
@@ -145,16 +169,30 @@ def _vote(e: Encoder, ins: Instruction) -> None:
     a = ins.operands[1]
     negate = int(a[0] == "n")
     row = e.row(a[1] if negate else a, 1)
-    e.emit(L.OP_VOTE, d=e.row(ins.operands[0]), a=row, x=mode, e=negate, e_raw=True, sync=1,
-           target=_member_mask(e, ins.operands[2]))
+    e.emit(
+        L.OP_VOTE,
+        d=e.row(ins.operands[0]),
+        a=row,
+        x=mode,
+        e=negate,
+        e_raw=True,
+        sync=1,
+        target=_member_mask(e, ins.operands[2]),
+    )
 
 
 @handles("match")
 def _match(e: Encoder, ins: Instruction) -> None:
     d, p = _pair(e, ins.operands[0])
-    e.emit(L.OP_MATCH, d=e.dummy if d is None else d, e=p,
-           a=e.row(ins.operands[1], type_size(ins.mods[-1])), x=int(ins.mods[1] == "all"), sync=1,
-           target=_member_mask(e, ins.operands[2]))
+    e.emit(
+        L.OP_MATCH,
+        d=e.dummy if d is None else d,
+        e=p,
+        a=e.row(ins.operands[1], type_size(ins.mods[-1])),
+        x=int(ins.mods[1] == "all"),
+        sync=1,
+        target=_member_mask(e, ins.operands[2]),
+    )
 
 
 @handles("redux")
@@ -163,8 +201,15 @@ def _redux(e: Encoder, ins: Instruction) -> None:
     if kind not in ("s32", "u32", "b32"):
         raise e.unsupported()
     mode = {"add": 0, "min": 1, "max": 2, "and": 3, "or": 4, "xor": 5}[ins.mods[2]]
-    e.emit(L.OP_REDUX, d=e.row(ins.operands[0]), a=e.row(ins.operands[1], 4), x=mode,
-           z=int(kind == "s32"), sync=1, target=_member_mask(e, ins.operands[2]))
+    e.emit(
+        L.OP_REDUX,
+        d=e.row(ins.operands[0]),
+        a=e.row(ins.operands[1], 4),
+        x=mode,
+        z=int(kind == "s32"),
+        sync=1,
+        target=_member_mask(e, ins.operands[2]),
+    )
 
 
 @handles("elect")
@@ -178,7 +223,7 @@ def _activemask(e: Encoder, ins: Instruction) -> None:
     e.emit(L.OP_ACTIVEMASK, d=e.row(ins.operands[0]))
 
 
-# -- barriers -------------------------------------------------------------------------------------
+# -- barriers ------------------------------------------------------------------------
 
 
 @handles("bar", "barrier")
@@ -193,16 +238,28 @@ def _bar(e: Encoder, ins: Instruction) -> None:
     elif mods[0] in ("sync", "arrive"):
         aligned = ins.mods[0] == "bar" or "aligned" in ins.mods
         b = e.row(ins.operands[1], 4) if len(ins.operands) > 1 else None
-        e.emit(L.OP_BAR, a=e.row(ins.operands[0], 4), b=b, x=int(mods[0] == "arrive"),
-               sync=int(aligned))
+        e.emit(
+            L.OP_BAR,
+            a=e.row(ins.operands[0], 4),
+            b=b,
+            x=int(mods[0] == "arrive"),
+            sync=int(aligned),
+        )
     elif mods[0] == "red":
         d, a, *rest = ins.operands
         p = rest[-1]
         negate = int(p[0] == "n")
-        e.emit(L.OP_BAR, d=e.row(d), a=e.row(a, 4),
-               b=e.row(rest[0], 4) if len(rest) > 1 else None,
-               c=e.row(p[1] if negate else p, 1), e=negate, e_raw=True,
-               x={"popc": 2, "and": 3, "or": 4}[mods[1]], sync=1)
+        e.emit(
+            L.OP_BAR,
+            d=e.row(d),
+            a=e.row(a, 4),
+            b=e.row(rest[0], 4) if len(rest) > 1 else None,
+            c=e.row(p[1] if negate else p, 1),
+            e=negate,
+            e_raw=True,
+            x={"popc": 2, "and": 3, "or": 4}[mods[1]],
+            sync=1,
+        )
     else:
         raise e.unsupported()
 
@@ -214,9 +271,17 @@ def _mbarrier(e: Encoder, ins: Instruction) -> None:
     if op in ("test_wait", "try_wait"):
         d = ins.operands[0]
         a, offset = e.address(ins.operands[1])
-        e.emit(L.OP_MBAR_WAIT, d=None if d[0] == "_" else e.row(d), a=a, y=offset,
-               b=e.row(ins.operands[2]), x=int("parity" not in ins.mods), z=z,
-               e=int(op == "test_wait") | 2 * int("relaxed" in ins.mods), e_raw=True)
+        e.emit(
+            L.OP_MBAR_WAIT,
+            d=None if d[0] == "_" else e.row(d),
+            a=a,
+            y=offset,
+            b=e.row(ins.operands[2]),
+            x=int("parity" not in ins.mods),
+            z=z,
+            e=int(op == "test_wait") | 2 * int("relaxed" in ins.mods),
+            e_raw=True,
+        )
         return
     if "noComplete" in ins.mods or op in ("arrive_drop", "pending_count"):
         raise e.unsupported()
@@ -231,8 +296,17 @@ def _mbarrier(e: Encoder, ins: Instruction) -> None:
     a, offset = e.address(operands[0])
     b = e.row(operands[1], 4) if len(operands) > 1 else None
     scope = 1 if "cluster" in ins.mods else 0
-    e.emit(L.OP_MBAR_ARRIVE, d=d, a=a, b=b, y=offset, x=mode, z=z,
-           e=scope | 2 * int("relaxed" in ins.mods), e_raw=True)
+    e.emit(
+        L.OP_MBAR_ARRIVE,
+        d=d,
+        a=a,
+        b=b,
+        y=offset,
+        x=mode,
+        z=z,
+        e=scope | 2 * int("relaxed" in ins.mods),
+        e_raw=True,
+    )
 
 
 @handles("mapa")
@@ -269,8 +343,9 @@ def _nanosleep(e: Encoder, ins: Instruction) -> None:
     e.emit(L.OP_NANOSLEEP)
 
 
-@handles("griddepcontrol", "prefetch", "prefetchu", "discard", "applypriority", "pmevent",
-         "setmaxnreg")
+@handles(
+    "griddepcontrol", "prefetch", "prefetchu", "discard", "applypriority", "pmevent", "setmaxnreg"
+)
 def _nothing(e: Encoder, ins: Instruction) -> None:
     e.emit(L.OP_NOP)
 
@@ -291,11 +366,19 @@ def _matrix(e: Encoder, ins: Instruction) -> None:
     reg, mem = ins.operands if load else reversed(ins.operands)
     rows, _ = _vector(e, reg, 4)
     a, offset = e.address(mem)
-    e.emit(L.OP_LDMATRIX if load else L.OP_STMATRIX, a=a, y=offset, x=mode, z=space_of(ins),
-           ext=rows, n=len(rows), sync=1)
+    e.emit(
+        L.OP_LDMATRIX if load else L.OP_STMATRIX,
+        a=a,
+        y=offset,
+        x=mode,
+        z=space_of(ins),
+        ext=rows,
+        n=len(rows),
+        sync=1,
+    )
 
 
-# -- asynchronous operations, executed by Python handlers -------------------------------------------
+# -- asynchronous operations, executed by Python handlers ----------------------------
 
 
 def python_op(e: Encoder, ins: Instruction) -> None:

@@ -265,8 +265,14 @@ def _unpack(e: Encoder, vector: list, source: int, total: int) -> None:
             e.alu(f"unpack{8 * part}", e.row(o), source, x=8 * part * i)
 
 
-_CLOCKS = {"%clock": 1, "%clock64": 0, "%clock_hi": 3, "%globaltimer": 0, "%globaltimer_lo": 1,
-           "%globaltimer_hi": 3}
+_CLOCKS = {
+    "%clock": 1,
+    "%clock64": 0,
+    "%clock_hi": 3,
+    "%globaltimer": 0,
+    "%globaltimer_lo": 1,
+    "%globaltimer_hi": 3,
+}
 
 
 @handles("mov")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mok.tools.emulator.errors import EmulatorError
+from mok.tools.emulator.errors import EmulatorError, LaunchError
 
 _SIZE = 16  # wrappers are 16-byte aligned, so 16 bytes are always ours to overwrite
 
@@ -177,8 +177,8 @@ class Interceptor:
         from cutlass.base_dsl import compiler
         from cutlass.base_dsl.dsl import BaseDSL
         from cutlass.base_dsl.jit_executor import JitCompiledFunction
-        from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
+        from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
         dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="mok-emulator-"))
         original_env = compiler.CompileOptions.apply_envar_settings
@@ -199,6 +199,12 @@ class Interceptor:
 
         def tracked(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(fn: Any, *args: Any, **kwargs: Any) -> Any:
+                if getattr(fn, "engine", None) is None:
+                    raise LaunchError(
+                        "an emulated function must have host code for this machine",
+                        getattr(fn, "function_name", fn),
+                        "compile it inside the emulator's context",
+                    )
                 if not any(fn is t for t in owner._touched):
                     # Forget libraries loaded for a real device: their kernel handles are not ours.
                     fn.jit_module = None
@@ -224,9 +230,7 @@ class Interceptor:
                 swap(dsl, "_runtime_can_run_compiled", lambda *_args: True)
         for cls in (CudaDialectJitCompiledFunction, JitCompiledFunction):
             for name in ("__call__", "run_compiled_program"):
-                if name in cls.__dict__ and not (
-                    cls is JitCompiledFunction and name == "__call__"
-                ):
+                if name in cls.__dict__ and not (cls is JitCompiledFunction and name == "__call__"):
                     swap(cls, name, tracked(cls.__dict__[name]))
 
     @contextlib.contextmanager

@@ -6,10 +6,10 @@ group that waits, spins or uses up its quantum lets the others run.
 """
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator import alu_table
-from mok.tools.emulator.intrinsics import ld32, ld64, popc64, st64
+from mok.tools.emulator.intrinsics import ld32, ld64, popc64, st8, st64
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     ALU_END,
     C_FIRST_WARP,
@@ -95,6 +95,7 @@ from mok.tools.emulator.layout import (
     X_ADVERSARIAL,
     X_CLOCK,
     X_CODE,
+    X_COVER,
     X_CURRENT,
     X_CURSOR,
     X_EV_MEM,
@@ -306,11 +307,14 @@ def run_warp(X, W, quantum):
     if ld64(W + 8 * W_NG) > 0:
         regroup(W, pc, mask)
         pc, mask = ld64(W + 8 * W_PC), ld64(W + 8 * W_MASK)
+    cover = ld64(X + 8 * X_COVER)
     count = _I(0)
     result = _I(R_QUANTUM)
     while count < quantum:
         count += 1
         c = code + 64 * pc
+        if cover != 0:
+            st8(cover + pc, _I(1))
         op = ld32(c + 4 * I_OP)
         g = ld32(c + 4 * I_GUARD)
         m = mask
@@ -319,11 +323,23 @@ def run_warp(X, W, quantum):
         wait = 0  # 1: the group must wait, at the pc then current
         if op < ALU_END:
             if m == FULL:
-                exec_alu(op, R + ld32(c + 4 * I_D), R + ld32(c + 4 * I_A),
-                         R + ld32(c + 4 * I_B), R + ld32(c + 4 * I_C), ld32(c + 4 * I_X))
+                exec_alu(
+                    op,
+                    R + ld32(c + 4 * I_D),
+                    R + ld32(c + 4 * I_A),
+                    R + ld32(c + 4 * I_B),
+                    R + ld32(c + 4 * I_C),
+                    ld32(c + 4 * I_X),
+                )
             elif m != 0:
-                exec_alu(op, scratch, R + ld32(c + 4 * I_A),
-                         R + ld32(c + 4 * I_B), R + ld32(c + 4 * I_C), ld32(c + 4 * I_X))
+                exec_alu(
+                    op,
+                    scratch,
+                    R + ld32(c + 4 * I_A),
+                    R + ld32(c + 4 * I_B),
+                    R + ld32(c + 4 * I_C),
+                    ld32(c + 4 * I_X),
+                )
                 d = R + ld32(c + 4 * I_D)
                 for l in range(32):
                     if (m >> l) & 1:
@@ -387,8 +403,17 @@ def run_warp(X, W, quantum):
             elif op == OP_CPA:
                 cpa_group(X, W, ld32(c + 4 * I_X), ld32(c + 4 * I_Y))
                 pc += 1
-            elif op in (OP_SHFL, OP_VOTE, OP_MATCH, OP_REDUX, OP_ELECT, OP_ACTIVEMASK, OP_CLOCK,
-                        OP_MAPA, OP_ISSPACE):
+            elif op in (
+                OP_SHFL,
+                OP_VOTE,
+                OP_MATCH,
+                OP_REDUX,
+                OP_ELECT,
+                OP_ACTIVEMASK,
+                OP_CLOCK,
+                OP_MAPA,
+                OP_ISSPACE,
+            ):
                 step_warp(X, W, c, R, m, op)
                 pc += 1
             else:
@@ -480,7 +505,7 @@ def run_grid(X, limit):
         if adversarial:
             quantum = 1 + random(X) % quantum
         result = run_warp(X, W, quantum)
-        if result == R_PY or result == R_FAULT:
+        if result in (R_PY, R_FAULT):
             st64(X + 8 * X_CURSOR, cursor)
             st64(X + 8 * X_CURRENT, cursor)
             return result

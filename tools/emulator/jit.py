@@ -14,8 +14,19 @@ from typing import Any
 import numba
 from numba.core import config
 
-_COMPILED = ("alu_table", "interp", "intrinsics", "jit", "layout", "mbarrier", "memops", "memory",
-             "numerics", "race", "syncops")
+_COMPILED = (
+    "alu_table",
+    "interp",
+    "intrinsics",
+    "jit",
+    "layout",
+    "mbarrier",
+    "memops",
+    "memory",
+    "numerics",
+    "race",
+    "syncops",
+)
 
 
 @functools.cache
@@ -36,12 +47,12 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """``numba.njit`` with our cache folder; division by zero does not raise."""
 
     def wrap(fn: Callable[..., Any]) -> Any:
-        saved = config.CACHE_DIR
-        config.CACHE_DIR = str(cache_folder())
+        saved = getattr(config, "CACHE_DIR", "")
+        setattr(config, "CACHE_DIR", str(cache_folder()))  # noqa: B010 (numba sets it at run time)
         try:
             settings = {"cache": True, "error_model": "numpy", **options}
             return numba.njit(**settings)(fn)
         finally:
-            config.CACHE_DIR = saved
+            setattr(config, "CACHE_DIR", saved)  # noqa: B010
 
     return wrap if function is None else wrap(function)

@@ -165,7 +165,7 @@ CLUSTER_WORDS: Final = 64
     X_NREPORTS,
     X_OBJECTS,
     X_OBJECT_MASK,
-    X_TMEM_SHADOW,
+    X_COVER,
 ) = range(29)
 MACHINE_WORDS: Final = 64
 
@@ -191,6 +191,7 @@ F_NULL: Final = 11
 F_UNINIT: Final = 12
 F_RACE: Final = 13
 F_PROXY: Final = 14
+F_EXITED: Final = 15
 
 FAULT_TEXT: Final = {
     F_OOB_SHARED: "shared memory access out of bounds",
@@ -206,6 +207,7 @@ FAULT_TEXT: Final = {
     F_NULL: "access to a null address",
     F_UNINIT: "read of shared memory that nothing has written",
     F_RACE: "data race",
+    F_EXITED: "access to the shared memory of a CTA that has exited",
     F_PROXY: "asynchronous read of generic writes without fence.proxy.async between",
 }
 

@@ -122,7 +122,9 @@ class Machine(BulkOps):
         seed: int | None = None,
         global_symbols: dict[str, int] | None = None,
         check: bool = False,
+        max_steps: int | None = None,
     ) -> None:
+        self.max_steps = max_steps
         self.program, self.request, self.limits = program, request, limits
         self.num_sms = num_sms
         self.seed = seed
@@ -138,7 +140,7 @@ class Machine(BulkOps):
         self.idle_rounds = 0
         self.python_calls = 0
 
-    # -- set-up -----------------------------------------------------------------------------------
+    # -- set-up -----------------------------------------------------------------------
 
     def _bind_handlers(self) -> None:
         for op in self.program.pyops:
@@ -172,7 +174,8 @@ class Machine(BulkOps):
             )
         if self.program.module.target != limits.arch:
             raise LaunchError(
-                f"this emulator runs {limits.arch}", f"the kernel is for {self.program.module.target}",
+                f"this emulator runs {limits.arch}",
+                f"the kernel is for {self.program.module.target}",
                 "compile for the emulated architecture, or make the emulator for the kernel's",
             )
 
@@ -190,16 +193,21 @@ class Machine(BulkOps):
 
     def _allocate(self, ranges: list[tuple[int, int]]) -> None:
         r, limits = self.request, self.limits
-        per_sm = max(1, min(
-            limits.smem_per_sm // (self.smem_bytes + SMEM_RESERVED),
-            limits.max_threads_per_sm // (-(-self.threads // 32) * 32), 32,
-        ))
+        per_sm = max(
+            1,
+            min(
+                limits.smem_per_sm // (self.smem_bytes + SMEM_RESERVED),
+                limits.max_threads_per_sm // (-(-self.threads // 32) * 32),
+                32,
+            ),
+        )
         self.cluster_grid = tuple(g // c for g, c in zip(r.grid, r.cluster, strict=True))
         self.num_clusters = int(np.prod(self.cluster_grid))
         capacity = self.num_sms * per_sm // self.cluster_size
         if capacity < 1:
             raise LaunchError(
-                "a cluster must fit the emulated SMs", f"{self.num_sms} SMs, cluster {r.cluster}",
+                "a cluster must fit the emulated SMs",
+                f"{self.num_sms} SMs, cluster {r.cluster}",
                 "give the emulator more SMs",
             )
         slots = min(self.num_clusters, capacity)
@@ -230,8 +238,12 @@ class Machine(BulkOps):
         x[L.X_ADVERSARIAL] = int(self.seed is not None)
         x[L.X_RNG] = ((self.seed or 0) * 0x9E3779B97F4A7C15 + 0x1234567) & (1 << 62) - 1 | 1
         x[L.X_NWARPS], x[L.X_WARPS] = num_warps, self.warp_state.ctypes.data
+        if self.seed is not None:
+            x[L.X_CURSOR] = self.engine.random.randrange(num_warps)
         x[L.X_SCRATCH] = self.scratch.ctypes.data
         x[L.X_CLOCK] = 1 << 40
+        self.covered = np.zeros(len(self.program.code) + 8, dtype=np.uint8)
+        x[L.X_COVER] = self.covered.ctypes.data
         self.warps = [Warp(i, self.warp_state[i], self.regs[i]) for i in range(num_warps)]
         self.ctas: list[Cta] = []
         for i in range(num_ctas):
@@ -246,12 +258,15 @@ class Machine(BulkOps):
                 w.state[L.W_INDEX] = k
             self.ctas.append(cta)
         self.clusters = [
-            Cluster(s, self.cluster_state[s],
-                    self.ctas[s * self.cluster_size : (s + 1) * self.cluster_size])
+            Cluster(
+                s,
+                self.cluster_state[s],
+                self.ctas[s * self.cluster_size : (s + 1) * self.cluster_size],
+            )
             for s in range(slots)
         ]
 
-    # -- CTA life ---------------------------------------------------------------------------------
+    # -- CTA life ---------------------------------------------------------------------
 
     def start_cluster(self, cluster: Cluster, number: int) -> None:
         """Loads grid cluster ``number`` into a slot."""
@@ -290,8 +305,9 @@ class Machine(BulkOps):
 
     def _start_warp(self, w: Warp, origin: tuple, inside: tuple) -> None:
         k = int(w.state[L.W_INDEX])
-        keep = {i: int(w.state[i]) for i in (
-            L.W_REGS, L.W_LOCAL, L.W_LOCAL_BYTES, L.W_CTA, L.W_INDEX)}
+        keep = {
+            i: int(w.state[i]) for i in (L.W_REGS, L.W_LOCAL, L.W_LOCAL_BYTES, L.W_CTA, L.W_INDEX)
+        }
         w.state[:] = 0
         for i, v in keep.items():
             w.state[i] = v
@@ -356,7 +372,7 @@ class Machine(BulkOps):
             raise EmulatorError("a special register must be known", name)
         return simple[base]()
 
-    # -- the run ----------------------------------------------------------------------------------
+    # -- the run ----------------------------------------------------------------------
 
     def run(self) -> None:
         """Executes the launch.  Raises KernelFault when a checker stops it."""
@@ -367,7 +383,7 @@ class Machine(BulkOps):
         address = self.x.ctypes.data
         self.started = time.perf_counter()
         while True:
-            result = run_grid(address, 1 << 22 if self.seed is None else 256)
+            result = run_grid(address, 1 << 18 if self.seed is None else 256)
             if result == L.R_PY:
                 self.idle_rounds = 0
                 self._python(self.warps[int(self.x[L.X_CURRENT])])
@@ -385,6 +401,12 @@ class Machine(BulkOps):
 
     def pause(self) -> None:
         """Called after many steps without need of Python."""
+        if self.max_steps is not None and self.x[L.X_STEPS] > self.max_steps:
+            raise KernelFault(
+                "a launch may not take more steps than allowed",
+                self.max_steps,
+                "it may run forever; waiting warps:\n  " + "\n  ".join(self.waits()),
+            )
         for _ in range(self.engine.random.randrange(4)):
             self.engine.advance()
 
@@ -451,14 +473,20 @@ class Machine(BulkOps):
         for w in cta.warps:
             w.state[L.W_STATE] = L.STATE_EMPTY
         if all(c.state[L.C_INDEX] == -1 for c in cta.cluster.ctas):
-            self.engine.drain_cluster(cta.cluster)
+            self.engine.leave_cluster(cta.cluster)
             self.cluster_done(cta.cluster)
             self._next(cta.cluster)
 
     def cluster_done(self, cluster: Cluster) -> None:
         """Called when the last CTA of a cluster has exited."""
+        for cta in cluster.ctas:
+            if cta.extra.get("tmem"):
+                raise KernelFault(
+                    "a CTA must free its TMEM before it exits",
+                    f"CTA {cta.coords} leaves columns {cta.extra['tmem']}",
+                )
 
-    # -- reports ----------------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------
 
     def findings(self) -> list[Finding]:
         """What the checkers have found so far."""
@@ -488,6 +516,11 @@ class Machine(BulkOps):
             f"size or value {int(s[L.W_FAULT_AUX])}; {self.where(w, int(s[L.W_PC]))}",
         )
 
+    def lines(self) -> set[int]:
+        """PTX lines that some warp has executed."""
+        source = self.program.source
+        return {source[i].line for i in np.flatnonzero(self.covered[: len(source)])}
+
     def waits(self) -> list[str]:
         """One line per live warp: where it is and what it waits for."""
         from mok.tools.emulator.waits import describe_wait
@@ -505,7 +538,8 @@ class Machine(BulkOps):
 def find_handler(handlers: dict[str, Callable[..., Any]], op: PyOp) -> Callable[..., Any]:
     """Handler with the longest mnemonic prefix that fits."""
     name = op.ins.name
-    best = max((p for p in handlers if name == p or name.startswith(p + ".")), key=len, default="")
+    fits = (p for p in handlers if name == p or name.startswith((p + ".", p + "::")))
+    best = max(fits, key=len, default="")
     if not best:
         from mok.tools.emulator.errors import UnsupportedInstruction
 

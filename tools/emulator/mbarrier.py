@@ -5,9 +5,9 @@ Bits: 0-19 pending arrivals, 20-39 expected arrivals, 40-61 transaction count (b
 """
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import ld64, st64
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import MB_TX_BIAS
 
 _I = np.int64
@@ -18,9 +18,7 @@ _TAG = _I(-(1 << 63))
 
 @njit
 def mb_pack(pending, expected, tx, phase):
-    return (
-        _TAG | (phase << 62) | (((tx + MB_TX_BIAS) & _TXMASK) << 40) | (expected << 20) | pending
-    )
+    return _TAG | (phase << 62) | (((tx + MB_TX_BIAS) & _TXMASK) << 40) | (expected << 20) | pending
 
 
 @njit

@@ -1,7 +1,6 @@
 """Loads, stores, atomics and cp.async for compiled code, lane by lane."""
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import (
     bits_f32,
@@ -17,6 +16,7 @@ from mok.tools.emulator.intrinsics import (
     st64,
     u64,
 )
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     I_A,
     I_B,
@@ -184,7 +184,7 @@ def combine(kind, kind_type, size, old, value, compare):
         return f64_bits(bits_f64(old) + bits_f64(value))
     if kind_type >= T_BF16X2:
         code = 1 if kind == A_ADD else (4 if kind == A_MIN else 5)
-        half = 0 if kind_type == T_BF16X2 or kind_type == T_BF16 else 1
+        half = 0 if kind_type in (T_BF16X2, T_BF16) else 1
         return pair_op(code, half, old, value, _I(0))
     if kind == A_ADD:
         return old + value

@@ -1,18 +1,21 @@
 """Address resolution and scalar accesses for compiled code: generic, global, shared, local."""
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import ld8, ld16, ld32, ld64, st8, st16, st32, st64
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     C_CLUSTER,
+    C_INDEX,
     C_SMEM_SIZE,
     F_BAD_SPACE,
+    F_EXITED,
     F_MISALIGNED,
     F_NULL,
     F_OOB_GLOBAL,
     F_OOB_LOCAL,
     F_OOB_SHARED,
+    L_CTA,
     L_SIZE,
     L_SMEM,
     LOCAL_BASE,
@@ -100,6 +103,8 @@ def resolve(X, W, space, addr, size, lane):
             or offset + size > ld64(cta + 8 * C_SMEM_SIZE)
         ):
             return fault(W, F_OOB_SHARED, addr, lane, size)
+        if ld64(ld64(cluster + 8 * (L_CTA + rank)) + 8 * C_INDEX) < 0:
+            return fault(W, F_EXITED, addr, lane, size)
         return ld64(cluster + 8 * (L_SMEM + rank)) + offset
     if space == SP_LOCAL:
         offset = addr & 0xFFFFFFFF

@@ -3,9 +3,9 @@
 import math
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import bits_f32, f32_bits, fma32
+from mok.tools.emulator.jit import njit
 
 _I = np.int64
 
@@ -303,7 +303,7 @@ def funnel(lo, hi, n, left, clamp):
     n = (32 if n > 32 else n) if clamp else n & 31
     both = hi << 32 | lo
     if left:
-        return np.int64((np.uint64(both) >> np.uint64(32 - n))) & 0xFFFFFFFF
+        return np.int64(np.uint64(both) >> np.uint64(32 - n)) & 0xFFFFFFFF
     return np.int64(np.uint64(both) >> np.uint64(n)) & 0xFFFFFFFF if n < 32 else hi & 0xFFFFFFFF
 
 

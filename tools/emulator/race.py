@@ -38,8 +38,8 @@ from mok.tools.emulator.layout import (
     X_NAGENTS,
     X_NREPORTS,
     X_NWARPS,
-    X_OBJECTS,
     X_OBJECT_MASK,
+    X_OBJECTS,
     X_RANGES,
     X_REPORTS,
     X_VC,
@@ -373,7 +373,7 @@ def shadow_of(X, W, space, addr, host):
         cluster = ld64(ld64(W + 8 * W_CTA) + 8 * C_CLUSTER)
         base = ld64(cluster + 8 * (L_SHADOW + (addr >> RANK_SHIFT)))
         return base + RECORD * ((addr & ((1 << RANK_SHIFT) - 1)) >> 2)
-    if space == SP_LOCAL or space == SP_RAW:
+    if space in (SP_LOCAL, SP_RAW):
         return _I(0)
     table = ld64(X + 8 * X_GSHADOW)
     if table == 0:
@@ -398,16 +398,28 @@ def check_access(X, W, space, addr, host, size, kind, pc, lane):
         epoch = (ld64(X + 8 * X_NWARPS) + agent) << 32 | (ld64(W + 8 * W_CPA_COUNT) + 1)
     mask = byte_mask(addr, size)
     for i in range((size + 3) >> 2):
-        touch(X, shadow + RECORD * i, mask, kind, epoch, clock, proxy, pc, lane, host + 4 * i,
-              shared)
+        touch(
+            X, shadow + RECORD * i, mask, kind, epoch, clock, proxy, pc, lane, host + 4 * i, shared
+        )
 
 
 @njit
 def check_range(X, shadow, count, kind, epoch, clock, proxy, pc, addr, uninit):
     """An asynchronous access to ``count`` consecutive records."""
     for i in range(count):
-        touch(X, shadow + RECORD * i, _I(15), kind, epoch, clock, proxy, pc, _I(-1), addr + 4 * i,
-              uninit)
+        touch(
+            X,
+            shadow + RECORD * i,
+            _I(15),
+            kind,
+            epoch,
+            clock,
+            proxy,
+            pc,
+            _I(-1),
+            addr + 4 * i,
+            uninit,
+        )
 
 
 @njit
@@ -416,8 +428,19 @@ def check_chunks(X, shadow, chunks, count, kind, epoch, clock, proxy, pc, addr):
     for j in range(count):
         at = ld64(chunks + 8 * j) << 2
         for i in range(4):
-            touch(X, shadow + RECORD * (at + i), _I(15), kind, epoch, clock, proxy, pc, _I(-1),
-                  addr + 4 * (at + i), True)
+            touch(
+                X,
+                shadow + RECORD * (at + i),
+                _I(15),
+                kind,
+                epoch,
+                clock,
+                proxy,
+                pc,
+                _I(-1),
+                addr + 4 * (at + i),
+                True,
+            )
 
 
 assert READ == 0 and LOCAL_BASE

@@ -1,9 +1,9 @@
 """Warp-wide operations and barriers for compiled code."""
 
 import numpy as np
-from mok.tools.emulator.jit import njit
 
 from mok.tools.emulator.intrinsics import ld16, ld32, ld64, popc64, st8, st16, st64
+from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     C_ALIVE,
     C_BAR,

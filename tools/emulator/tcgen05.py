@@ -73,7 +73,7 @@ def split(address: int) -> tuple[int, int]:
     return address >> 16 & 0xFFFF, address & 0xFFFF
 
 
-# -- allocation ------------------------------------------------------------------------------------
+# -- allocation ----------------------------------------------------------------------
 
 
 def op_alloc(machine: Machine, w: Warp, op: Any) -> Any:
@@ -113,7 +113,7 @@ def op_relinquish(machine: Machine, w: Warp, op: Any) -> None:
     w.cta.extra["relinquished"] = True
 
 
-# -- load and store ----------------------------------------------------------------------------------
+# -- load and store ------------------------------------------------------------------
 
 _NUM = re.compile(r"x(\d+)")
 
@@ -162,9 +162,7 @@ def _place(op: Any, address: int, count: int, w: Warp) -> tuple[np.ndarray, np.n
     return lanes, cols + col0
 
 
-def _track(
-    machine: Machine, w: Warp, lanes: np.ndarray, cols: np.ndarray, write: bool
-) -> None:
+def _track(machine: Machine, w: Warp, lanes: np.ndarray, cols: np.ndarray, write: bool) -> None:
     if machine.checker is not None:
         first = int(cols.min())
         machine.checker.tmem_by_warp(
@@ -205,7 +203,7 @@ def op_st(machine: Machine, w: Warp, op: Any) -> None:
     tm.words[lanes, cols] = values
 
 
-# -- MMA ------------------------------------------------------------------------------------------
+# -- MMA -----------------------------------------------------------------------------
 
 
 class Descriptor:
@@ -325,8 +323,16 @@ def _submit(machine: Machine, w: Warp, what: str, run: Any) -> None:
 
 
 def _mma(
-    machine: Machine, ctas: list[Cta], group: int, d_addr: int, a_memory: bool, a_word: int,
-    b_word: int, s: MmaShape, scales: list[int], accumulate: bool,
+    machine: Machine,
+    ctas: list[Cta],
+    group: int,
+    d_addr: int,
+    a_memory: bool,
+    a_word: int,
+    b_word: int,
+    s: MmaShape,
+    scales: list[int],
+    accumulate: bool,
 ) -> None:
     bytes_k = 32
     bd = Descriptor(b_word)
@@ -349,9 +355,7 @@ def _mma(
             raw = words.view(np.uint8)
         else:
             ad = Descriptor(a_word)
-            raw = read_operand(
-                cta, ad.start, rows, bytes_k, ad.swizzle, ad.lbo, ad.sbo, s.trans_a
-            )
+            raw = read_operand(cta, ad.start, rows, bytes_k, ad.swizzle, ad.lbo, ad.sbo, s.trans_a)
         a = to_float(raw, s.a)
         right = b
         if scales:
@@ -366,8 +370,11 @@ def _mma(
         tm.check(cta, int(cols.min()), int(cols.max() - cols.min() + 1))
         if machine.checker is not None:
             machine.checker.tmem(
-                sm_of(machine, cta), lanes, int(cols.min()),
-                int(cols.max() - cols.min() + 1), True,
+                sm_of(machine, cta),
+                lanes,
+                int(cols.min()),
+                int(cols.max() - cols.min() + 1),
+                True,
             )
         if s.half:
             if accumulate:
@@ -394,9 +401,7 @@ def op_cp(machine: Machine, w: Warp, op: Any) -> None:
         def run(address: int = address, d: Descriptor = d) -> None:
             lanes_n, bits = (int(v) for v in shape[:-1].split("x"))
             for cta in ctas:
-                raw = read_operand(
-                    cta, d.start, lanes_n, bits // 8, d.swizzle, d.lbo, d.sbo, False
-                )
+                raw = read_operand(cta, d.start, lanes_n, bits // 8, d.swizzle, d.lbo, d.sbo, False)
                 words = np.ascontiguousarray(raw).view(np.uint32)
                 tm = tmem_of(machine, cta)
                 lane0, col = split(address)
@@ -449,6 +454,8 @@ HANDLERS = {
     "tcgen05.cp": op_cp,
     "tcgen05.mma": op_mma,
     "tcgen05.commit": op_commit,
-    "tcgen05.wait": op_nothing,
-    "tcgen05.fence": op_nothing,
+    "tcgen05.wait::ld": op_nothing,
+    "tcgen05.wait::st": op_nothing,
+    "tcgen05.fence::before_thread_sync": op_nothing,
+    "tcgen05.fence::after_thread_sync": op_nothing,
 }

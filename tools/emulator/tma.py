@@ -8,14 +8,26 @@ from typing import Any
 import numpy as np
 
 from mok.tools.emulator import layout as L
+from mok.tools.emulator.asyncops import complete_tx
 from mok.tools.emulator.errors import EmulatorError
 from mok.tools.emulator.machine import Cta, Machine, Warp
+from mok.tools.emulator.ptx_parser import type_size
 
 _OFFSET = (1 << L.RANK_SHIFT) - 1
 # Element types of a tensor map, by its 4-bit code.
 _TYPES = {
-    0: np.uint8, 1: np.uint16, 2: np.uint32, 3: np.int32, 4: np.uint64, 5: np.int64,
-    6: np.float16, 7: np.float32, 8: np.float32, 9: np.float64, 10: np.uint16, 11: np.float32,
+    0: np.uint8,
+    1: np.uint16,
+    2: np.uint32,
+    3: np.int32,
+    4: np.uint64,
+    5: np.int64,
+    6: np.float16,
+    7: np.float32,
+    8: np.float32,
+    9: np.float64,
+    10: np.uint16,
+    11: np.float32,
     12: np.float32,
 }
 
@@ -45,7 +57,8 @@ def decode(raw: bytes) -> TensorMap:
     if rank > 5 or code not in _TYPES or flags >> 11 & 3 or flags >> 13 & 7 > 3:
         raise EmulatorError(
             "a tensor map must be tiled, with a plain element type",
-            f"flags {flags:#x}", "im2col, interleaved and sub-byte maps are not implemented",
+            f"flags {flags:#x}",
+            "im2col, interleaved and sub-byte maps are not implemented",
         )
     low = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
     high = w[3] >> 32
@@ -55,8 +68,12 @@ def decode(raw: bytes) -> TensorMap:
     if w[6] >> 32 & 0xFFFFFF:
         raise EmulatorError("a tensor map must have unit element strides", hex(w[6]))
     return TensorMap(
-        w[0], code, tuple(s + 1 for s in sizes[:rank]), strides,
-        tuple(b + 1 for b in boxes[:rank]), flags >> 13 & 7,
+        w[0],
+        code,
+        tuple(s + 1 for s in sizes[:rank]),
+        strides,
+        tuple(b + 1 for b in boxes[:rank]),
+        flags >> 13 & 7,
     )
 
 
@@ -83,6 +100,11 @@ def swizzle_chunks(first: int, count: int, mode: int) -> np.ndarray:
     if mode == 1:
         return i ^ (i >> 3 & 1)
     return i
+
+
+def host_bytes(address: int, size: int) -> np.ndarray:
+    """Memory of this process as a writable array."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
 class _Region:
@@ -115,7 +137,7 @@ class _Region:
             (n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)
         )
         machine.check_global(self.address, extent)
-        flat = np.frombuffer((ctypes.c_uint8 * extent).from_address(self.address), np.uint8)
+        flat = host_bytes(self.address, extent)
         typed = flat[: self.tm.itemsize].view(_TYPES[self.tm.code])
         return np.lib.stride_tricks.as_strided(typed, self.shape, self.strides)
 
@@ -185,15 +207,21 @@ def combine(op: str, old: np.ndarray, new: np.ndarray, kind: str) -> np.ndarray:
     """Elementwise reduction of a bulk copy."""
     if kind == "bf16":
         return to_bf16(combine(op, _bf16(old), _bf16(new), ""))
-    table = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-             "or": np.bitwise_or, "xor": np.bitwise_xor}
+    table = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }
     if op not in table:
         raise EmulatorError("a bulk reduction must be known", op)
     result: np.ndarray = table[op](old, new)
     return result
 
 
-# -- instruction handlers ---------------------------------------------------------------------------
+# -- instruction handlers ------------------------------------------------------------
 
 
 def _flat(operand: Any) -> list[Any]:
@@ -250,11 +278,15 @@ def op_tensor_load(machine: Machine, w: Warp, op: Any) -> None:
             else:
                 where = (barrier >> L.RANK_SHIFT, barrier & _OFFSET)
             machine.submit_load(
-                w, target, dst & _OFFSET, size,
+                w,
+                target,
+                dst & _OFFSET,
+                size,
                 lambda tm=tm, coords=coords: (
                     gather_box(machine, tm, coords) if gather else read_box(machine, tm, coords)
                 ),
-                tm.swizzle, where,
+                tm.swizzle,
+                where,
             )
 
 
@@ -273,8 +305,12 @@ def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
     boxes: dict[tuple[Any, ...], list[int]] = {}
     for lane in w.lanes():
         tm_row, coord = op.operands[0][1][:2]
-        key = (w.value(tm_row, lane), tuple(_coords(w, coord, lane)),
-               generic_smem(_mem(w, op.operands[1], lane)), lane if reduce else -1)
+        key = (
+            w.value(tm_row, lane),
+            tuple(_coords(w, coord, lane)),
+            generic_smem(_mem(w, op.operands[1], lane)),
+            lane if reduce else -1,
+        )
         boxes.setdefault(key, []).append(lane)
     for (map_address, box, src, _), lanes in boxes.items():
         tm = tensor_map(map_address)
@@ -294,9 +330,16 @@ def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
 
 _REDUCE = {"add", "min", "max", "and", "or", "xor", "inc", "dec"}
 _REDUCE_TYPES: dict[str, tuple[Any, str]] = {
-    "u32": (np.uint32, ""), "s32": (np.int32, ""), "u64": (np.uint64, ""), "s64": (np.int64, ""),
-    "b32": (np.uint32, ""), "b64": (np.uint64, ""), "f16": (np.float16, ""),
-    "bf16": (np.uint16, "bf16"), "f32": (np.float32, ""), "f64": (np.float64, ""),
+    "u32": (np.uint32, ""),
+    "s32": (np.int32, ""),
+    "u64": (np.uint64, ""),
+    "s64": (np.int64, ""),
+    "b32": (np.uint32, ""),
+    "b64": (np.uint64, ""),
+    "f16": (np.float16, ""),
+    "bf16": (np.uint16, "bf16"),
+    "f32": (np.float32, ""),
+    "f64": (np.float64, ""),
 }
 
 
@@ -304,7 +347,7 @@ def global_bytes(machine: Machine, address: int, size: int, write: bool = False)
     machine.check_global(address, size)
     if machine.checker is not None:
         machine.checker.global_memory(address, size, write)
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
+    return host_bytes(address, size)
 
 
 def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
@@ -322,8 +365,13 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
             kind = next((m for m in mods if m in _REDUCE), None) if reduce else None
             types = _REDUCE_TYPES[mods[-1]] if reduce else None
 
-            def write(data: np.ndarray, dst: int = dst, size: int = size, types: Any = types,
-                      kind: str | None = kind) -> None:
+            def write(
+                data: np.ndarray,
+                dst: int = dst,
+                size: int = size,
+                types: Any = types,
+                kind: str | None = kind,
+            ) -> None:
                 out = global_bytes(machine, dst, size, True)
                 if kind is None or types is None:
                     out[:] = data
@@ -340,8 +388,10 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
             mask = w.value(op.operands[4], lane) & 0xFFFF
             targets = [i for i in range(16) if mask >> i & 1]
         for target in targets:
-            owner = target if len(targets) > 1 or "multicast::cluster" in mods else (
-                barrier >> L.RANK_SHIFT
+            owner = (
+                target
+                if len(targets) > 1 or "multicast::cluster" in mods
+                else (barrier >> L.RANK_SHIFT)
             )
             if from_shared:
                 source = generic_smem(src)
@@ -359,9 +409,7 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
                 def read(src: int = src, size: int = size) -> np.ndarray:  # type: ignore[misc]
                     return global_bytes(machine, src, size).copy()
 
-            machine.submit_load(
-                w, target, dst & _OFFSET, size, read, 0, (owner, barrier & _OFFSET)
-            )
+            machine.submit_load(w, target, dst & _OFFSET, size, read, 0, (owner, barrier & _OFFSET))
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:
@@ -376,7 +424,38 @@ def op_nothing(machine: Machine, w: Warp, op: Any) -> None:
     """Prefetches have no effect here."""
 
 
+def op_store_async(machine: Machine, w: Warp, op: Any) -> None:
+    """st.async: a remote store of registers that signals an mbarrier beside it."""
+    width = type_size(op.ins.mods[-1])
+    rows = op.operands[1][1] if isinstance(op.operands[1], tuple) else [op.operands[1]]
+    for lane in w.lanes():
+        dst = generic_smem(_mem(w, op.operands[0], lane))
+        barrier = generic_smem(_mem(w, op.operands[2], lane))
+        mask = (1 << 8 * width) - 1
+        raw = b"".join((w.value(r, lane) & mask).to_bytes(width, "little") for r in rows)
+        data = np.frombuffer(raw, dtype=np.uint8)
+        cluster, rank, at = w.cta.cluster, dst >> L.RANK_SHIFT, dst & _OFFSET
+        if at % width or at + data.size > w.cta.smem.size or rank >= len(cluster.ctas):
+            raise EmulatorError("a remote store must be aligned and inside the cluster", hex(dst))
+
+        def run(
+            data: np.ndarray = data,
+            rank: int = rank,
+            at: int = at,
+            barrier: int = barrier,
+            cluster: Any = cluster,
+        ) -> None:
+            cta = cluster.ctas[rank]
+            if machine.checker is not None:
+                machine.checker.smem(cta, at, data.size, True)
+            cta.smem[at : at + data.size] = data
+            complete_tx(machine, cluster, barrier >> L.RANK_SHIFT, barrier & _OFFSET, data.size)
+
+        machine.engine.submit("st.async", w, [run])
+
+
 HANDLERS = {
+    "st.async": op_store_async,
     "cp.async.bulk.commit_group": op_commit,
     "cp.async.bulk.wait_group": op_wait,
     "cp.async.bulk.prefetch": op_nothing,

@@ -142,7 +142,7 @@ def op_mma(machine: Machine, w: Warp, op: Any) -> None:
     b_word = w.value(rest[0], lane)
     scale_d = bool(w.value(rest[1], lane)) if len(rest) > 1 else True
     imm = [w.signed(r, lane) for r in rest[2:]]
-    scale_a, scale_b = (imm + [1, 1])[:2]
+    scale_a, scale_b = [*imm, 1, 1][:2]
     registers = isinstance(op.operands[1], tuple)
     trans_b = bool(imm[-1]) if len(imm) > 2 else False
     trans_a = bool(imm[2]) if not registers and len(imm) > 3 else False
@@ -159,9 +159,7 @@ def op_mma(machine: Machine, w: Warp, op: Any) -> None:
         if ad is None:
             a = _register_a(op.operands[1][1], w, a_type)
         else:
-            tile = read_operand(
-                w.cta, ad.start, 64, k_bytes_a, ad.swizzle, ad.lbo, ad.sbo, trans_a
-            )
+            tile = read_operand(w.cta, ad.start, 64, k_bytes_a, ad.swizzle, ad.lbo, ad.sbo, trans_a)
             a = to_float(np.ascontiguousarray(tile[16 * index : 16 * index + 16]), a_type)
         product = a @ b.T
         if scale_a * scale_b < 0:

@@ -1,0 +1,148 @@
+"""Every checker: a kernel that breaks the rule, and its repaired twin that gives no report."""
+
+import numpy as np
+import pytest
+
+from mok.tools.emulator import KernelFault, LaunchError
+from tests.tools.emulator.ptx import kernel, run
+
+pytestmark = pytest.mark.emulator
+TID = "mov.u32 %r0, %tid.x;\nmov.u32 %r1, smem;\nshl.b32 %r2, %r0, 2;\nadd.s32 %r3, %r1, %r2;\n"
+
+
+def out():
+    return np.zeros(64, dtype=np.uint32)
+
+
+def exchange(barrier):
+    """64 threads: each writes its word and reads its partner's in the other warp."""
+    return kernel(
+        TID + "st.shared.b32 [%r3], %r0;\n" + barrier + "\nxor.b32 %r4, %r2, 128;\n"
+        "add.s32 %r4, %r4, %r1;\nld.shared.b32 %r5, [%r4];\nld.param.u64 %d0, [p0];\n"
+        "cvt.u64.u32 %d1, %r2;\nadd.s64 %d0, %d0, %d1;\nst.global.b32 [%d0], %r5;",
+        shared=256,
+    )
+
+
+def test_a_race_between_warps():
+    data = out()
+    with pytest.raises(KernelFault, match=r"data race|nothing has written"):
+        run(exchange(""), data, threads=64, check=True)
+    run(exchange("bar.sync 0;"), data, threads=64, check=True)
+    np.testing.assert_array_equal(data, np.arange(64) ^ 32)
+
+
+def test_a_race_is_reported_with_both_sides():
+    with pytest.raises(KernelFault) as error:
+        run(exchange(""), out(), threads=64, check=True)
+    text = str(error.value)
+    assert "st.shared.b32" in text and "ld.shared.b32" in text and "warp" in text
+
+
+def test_reading_what_nothing_wrote():
+    text = kernel(TID + "ld.shared.b32 %r4, [%r3];", shared=256)
+    with pytest.raises(KernelFault, match="nothing has written"):
+        run(text, out(), check=True)
+
+
+@pytest.mark.parametrize(
+    "address,rule",
+    [("[smem+4096]", "out of bounds"), ("[smem+2]", "misaligned"), ("[smem+4]", None)],
+)
+def test_shared_bounds_and_alignment(address, rule):
+    text = kernel(f"st.shared.b32 {address}, 1;", shared=256)
+    if rule is None:
+        run(text, out())
+    else:
+        with pytest.raises(KernelFault, match=rule):
+            run(text, out())
+
+
+def test_global_accesses_stay_in_registered_memory():
+    text = kernel("ld.param.u64 %d0, [p0];\nst.global.b32 [%d0+256], 1;")
+    with pytest.raises(KernelFault, match="outside every registered"):
+        run(text, out())
+
+
+BARRIER = (
+    TID + "setp.ne.u32 %p1, %r0, 0;\n@%p1 bra I;\nmbarrier.init.shared.b64 [%r1], 2;\nI:\n"
+    "bar.sync 0;\n"
+)
+WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0;\n@%p2 bra E;\nbra W;\nE:\n"
+
+
+def test_deadlock_names_the_wait():
+    text = kernel(BARRIER + "@%p1 bra W;\nmbarrier.arrive.shared.b64 _, [%r1];\n" + WAIT, shared=64)
+    with pytest.raises(KernelFault, match=r"deadlock(.|\n)*1 of 2 arrivals"):
+        run(text, out())
+    twice = (
+        "@%p1 bra W;\nmbarrier.arrive.shared.b64 _, [%r1];\nmbarrier.arrive.shared.b64 _, [%r1];\n"
+    )
+    run(kernel(BARRIER + twice + WAIT, shared=64), out())
+
+
+def test_too_many_arrivals():
+    text = kernel(BARRIER + "mbarrier.arrive.shared.b64 _, [%r1], 3;", shared=64)
+    with pytest.raises(KernelFault, match="more arrivals"):
+        run(text, out())
+
+
+def test_an_uninitialised_barrier():
+    text = kernel(TID + "mbarrier.arrive.shared.b64 _, [%r1];", shared=64)
+    with pytest.raises(KernelFault, match="no initialised mbarrier"):
+        run(text, out())
+
+
+def flag(release, acquire):
+    """CTA 0 writes data, then a flag; CTA 1 polls the flag, then reads the data."""
+    return kernel(
+        "mov.u32 %r0, %ctaid.x;\nld.param.u64 %d0, [p0];\nmov.u32 %r9, %tid.x;\n"
+        "setp.ne.u32 %p3, %r9, 0;\n@%p3 bra E;\nsetp.ne.u32 %p1, %r0, 0;\n@%p1 bra R;\n"
+        f"st.global.b32 [%d0], 42;\nst.{release}.gpu.global.b32 [%d0+128], 1;\nbra E;\nR:\n"
+        f"ld.{acquire}.gpu.global.b32 %r1, [%d0+128];\nsetp.eq.u32 %p2, %r1, 0;\n@%p2 bra R;\n"
+        "ld.global.b32 %r2, [%d0];\nst.global.b32 [%d0+64], %r2;\nE:",
+    )
+
+
+@pytest.mark.parametrize("release,acquire", [("relaxed", "acquire"), ("release", "relaxed")])
+def test_message_passing_needs_both_ends(release, acquire):
+    for seed in range(4):
+        data = out()
+        with pytest.raises(KernelFault, match="data race"):
+            run(flag(release, acquire), data, grid=2, seed=seed, check=True)
+    data = out()
+    run(flag("release", "acquire"), data, grid=2, seed=0, check=True)
+    assert data[16] == 42
+
+
+def test_a_seed_gives_the_same_run_again():
+    steps = set()
+    for _ in range(3):
+        data = out()
+        report = run(flag("release", "acquire"), data, grid=2, seed=7, check=True)
+        steps.add(report.launches[0].steps)
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize(
+    "options,rule",
+    [
+        ({"arch": "sm_100a"}, "this emulator runs"),
+        ({"cluster": 2}, "multiple of the cluster"),
+        ({"threads": 2048}, "1 to 1024"),
+    ],
+)
+def test_launches_that_cannot_run(options, rule):
+    from tests.tools.emulator import ptx
+
+    text = kernel("")
+    with pytest.raises(LaunchError, match=rule):
+        if options.get("arch"):
+            text = text.replace("ret;", "ret;")
+            saved, ptx.HEAD = ptx.HEAD, ptx.HEAD.replace("{arch}", "sm_90a")
+            try:
+                run(text, out(), **options)
+            finally:
+                ptx.HEAD = saved
+        else:
+            run(text, out(), **options)

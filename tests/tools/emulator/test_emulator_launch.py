@@ -1,0 +1,115 @@
+"""Functions from cute.compile: interception, the command, and what is refused."""
+
+import ctypes
+import json
+import textwrap
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+import torch
+
+from mok.tools.emulator import Emulator, KernelFault, LaunchError
+from mok.tools.emulator.cli import emulate
+
+pytestmark = pytest.mark.emulator
+
+SCRIPT = """
+import sys
+import cuda.bindings.driver as cuda
+import cutlass, torch
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+
+@cute.kernel
+def double(address: Int64, n: Int32):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    pointer = cute.make_ptr(Float32, address, cutlass.AddressSpace.gmem, assumed_align=4)
+    x = cute.make_tensor(pointer, cute.make_layout(n))
+    i = block * 64 + thread
+    if i < n:
+        x[i] = x[i] * 2.0 + 1.0
+
+
+class Double:
+    @cute.jit
+    def __call__(self, address: Int64, n: Int32, stream: cuda.CUstream):
+        double(address, n).launch(grid=((n + 63) // 64, 1, 1), block=(64, 1, 1), stream=stream)
+
+
+def build(arch="sm_90a"):
+    stream = cuda.CUstream(0)
+    return cute.compile[cute.GPUArch(arch)](Double(), Int64(0), Int32(1), stream)
+
+
+if __name__ == "__main__":
+    x = torch.arange(100, dtype=torch.float32)
+    want = x * 2 + 1
+    build()(x.data_ptr(), int(sys.argv[1]), 0)
+    assert torch.equal(x, want)
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("emulated") / "double_script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+@pytest.fixture
+def build(script, monkeypatch):
+    monkeypatch.syspath_prepend(str(script.parent))
+    import double_script
+
+    return double_script.build
+
+
+def test_the_command_needs_no_compiler(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    timeline = tmp_path / "run.json"
+    found = emulate(str(script), "sm_90a", 2, 4, timeline=str(timeline), arguments=["100"])
+    assert found["reports"] == [] and len(found["launches"]) == 2
+    assert "traceEvents" in json.loads(timeline.read_text())
+
+
+def test_every_architecture_runs_its_own_kernels(build):
+    for arch in ("sm_90a", "sm_100a", "sm_103a"):
+        x = torch.ones(70)
+        with Emulator(arch, num_sms=2) as emulator:
+            build(arch)(x.data_ptr(), 70, 0)
+        assert torch.equal(x, torch.full((70,), 3.0))
+        assert [r.grid for r in emulator.report.launches] == [(2, 1, 1)]
+    with Emulator("sm_100a", num_sms=2), pytest.raises(LaunchError, match="sm_90a"):
+        build("sm_90a")(x.data_ptr(), 70, 0)
+
+
+def test_an_access_past_the_tensor_names_the_line(build):
+    x = torch.ones(70)
+    with Emulator("sm_90a", num_sms=2) as emulator:
+        emulator.register(x)
+        with pytest.raises(KernelFault, match=r"outside every registered(.|\n)*PTX line"):
+            build()(x.data_ptr(), 128, 0)
+
+
+def test_the_runtime_library_is_restored(build):
+    from cutlass.base_dsl.env_manager import get_prefix_dsl_libs
+
+    library = ctypes.CDLL(get_prefix_dsl_libs("CUTE_DSL"))
+    address = ctypes.cast(library._cudaLaunchKernelEx, ctypes.c_void_p).value
+    before = ctypes.string_at(address, 16)
+    with pytest.raises(ZeroDivisionError), Emulator("sm_90a"):
+        assert ctypes.string_at(address, 16) != before
+        raise ZeroDivisionError
+    assert ctypes.string_at(address, 16) == before
+
+
+def test_a_function_without_host_code_is_refused(build):
+    outside = build("sm_90a")
+    if outside.engine is not None:
+        pytest.skip("this machine's default architecture is the kernel's")
+    with Emulator("sm_90a"), pytest.raises(LaunchError, match="inside the emulator's context"):
+        outside(0, 1, 0)
