@@ -148,7 +148,9 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         signal = np.where(pull, dispatch, push) + minibatch
         # Beyond the saved macrobatch x is pulled along with dy.
         matrices = np.where(pull & (before >= 0), 2, 1)
-        items = costs.items(ITEMS, kinds, pull, rows, minibatch, wait_ids, signal, load, matrices)
+        items = costs.items(
+            ITEMS, kinds, pull, rows, minibatch, wait_ids, signal, load, matrices, sums=True
+        )
     return Work(
         out, items, counters, costs.pipeline(), costs.workers, costs.comm_sms, costs.cluster,
         costs.table["start_s"], rows=load.rows,
@@ -220,8 +222,7 @@ def _costs(
     busy = costs.busy(steps, precise)
     if scenario.direct:
         # Weight gradients gather dy or x in place, column by column.
-        wide = np.where(step == bw.WDOWN, tile.m, table["gathered_columns"])
-        gather = steps * 128.0 * wide / costs.cluster / table["gather_columns_bytes_per_s"]
+        gather = steps * table["gather_step_s"]
         busy = np.where(weight & ~precise, np.maximum(busy, gather), busy)
     chunks = np.where(step == bw.REPLAY, 2 * (tile.up_n // 64), tile.down_n // 64)
     chunk_s = np.where(step == bw.DDOWN, table["ddown_chunk_s"], table["chunk_s"])
