@@ -105,8 +105,11 @@ def read_records(data: bytes, source: str = "hardware") -> Trace:
     Raises:
         MokError: it is no trace buffer, is cut short, or is of another version of the program.
     """
-    words = np.frombuffer(data[: 4 * layout.HEADER_WORDS], "<i4")
-    if len(words) < layout.HEADER_WORDS or words[layout.H_MAGIC] != layout.MAGIC:
+    head = data[: 4 * layout.HEADER_WORDS]
+    words = (
+        np.frombuffer(head, "<i4") if len(head) == 4 * layout.HEADER_WORDS else np.zeros(1, "<i4")
+    )
+    if words[layout.H_MAGIC] != layout.MAGIC:
         raise MokError("a trace must begin with the kernel's header", f"{len(data)} bytes")
     version = int(words[layout.H_VERSION])
     if version != layout.VERSION:

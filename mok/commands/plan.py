@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
     shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
     routing = scenarios.routing_of(args, shape)
-    found = plan(shape, machine, args.precision, routing, args.rounds, args.virtual)
+    found = plan(shape, machine, args.precision, routing, args.rounds, args.virtual, progress.print)
     document = scenarios.described(shape, machine, routing)
     document |= {"precision": args.precision, "memory_limit": machine["memory_bytes"]}
     return document | as_dict(found)

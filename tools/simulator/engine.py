@@ -76,7 +76,7 @@ class Outcome:
         end: when the kernel ends.
         busy, tail: seconds of all compute workers in main loops, and in exposed epilogues.
         waits: seconds of all compute workers waiting, by class of counter; "operands" for HBM,
-            "pipeline" for filling the main loop, "end" after a worker's last task.
+            "pipeline" for filling the main loop, "end" after a worker's last main loop.
         comm_busy, comm_waits: the same for communication workers.
         first_routed: when the first task on routed rows began.
         events: (comm?, worker, kind, begin, end, minibatch, ticket) where asked for.
@@ -241,7 +241,7 @@ class Engine:
                     out.events.append(event)
                 done += 1
             yield done > begun
-        waits["end"] += sum(end_all - max(epi_free[w], mma_free[w]) for w in range(workers))
+        waits["end"] += sum(end_all - free for free in mma_free)
         out.compute_end, out.busy, out.tail = end_all, busy_sum, tail_sum
         out.waits = {name: seconds for name, seconds in waits.items() if seconds > 0}
         out.first_routed = first_routed

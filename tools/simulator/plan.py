@@ -117,7 +117,9 @@ class Search:
     def best_of(self, configs: Iterable[Config], measure: Callable[[Config], float]) -> Config:
         return min(configs, key=measure)
 
-    def descend(self, start: Config, rounds: int = 2) -> Trial:
+    def descend(
+        self, start: Config, rounds: int = 2, report: Callable[[str], Any] = lambda text: None
+    ) -> Trial:
         """Improve one tunable after the other; of near equals (0.2 %) the start's value stays."""
         best = start
 
@@ -144,6 +146,7 @@ class Search:
             m = best.minibatch_size
             tries = [dataclasses.replace(best, macrobatch_size=m * n) for n in self.rings(m)]
             best = self.best_of([best, *tries], total)
+            report(f"{self.trial(best).ms:.3f} ms after {len(self.known)} simulations")
             if best == before:
                 break
         return self.trial(best)
@@ -193,6 +196,7 @@ def plan(
     routing: Routing | None = None,
     rounds: int = 2,
     virtual: bool = False,
+    report: Callable[[str], Any] = lambda text: None,
 ) -> Plan:
     """Find tunables for a forward and a backward call of ``shape`` on ``machine``.
 
@@ -203,7 +207,7 @@ def plan(
         raise MokError("a plan needs at least one token", shape.num_tokens)
     search = Search(shape, machine, precision, routing, virtual)
     start = search.trial(Config.suggest(shape, machine))
-    best = search.descend(start.config, rounds)
+    best = search.descend(start.config, rounds, report)
     sensitivity = search.sensitivity(best.config)
     needed = memory(shape, best.config, machine.arch)
     fits = sum(needed.values()) <= machine["memory_bytes"]

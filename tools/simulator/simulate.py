@@ -141,7 +141,7 @@ def _result(scenario: Scenario, load: RankLoad, work: Work, outcome: Outcome) ->
     per = {"forward": 6, "backward": 12, "recompute": 4}[scenario.direction]
     bounds = {name: s * 1e3 for name, s in lower_bounds(scenario, work).items()}
     waiting = {n: s for n, s in shares.items() if n not in ("main loop", "epilogue", "end")}
-    bound = max(bounds, key=lambda name: bounds[name])
+    bound = max(bounds, key=lambda name: bounds[name], default="launches")
     worst = max(waiting, key=lambda name: waiting[name], default="")
     if worst and waiting[worst] > 0.25:
         bound += f", waiting for {worst}"

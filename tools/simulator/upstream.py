@@ -269,7 +269,7 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         if not slots:
             for group in here:
                 weights(group)
-    plan.backward(dy_ready, x_ready, dx_ready, free, owner, b.ring)
+    plan.backward(dy_ready, x_ready, dx_ready, free, owner, b.ring, slots)
     for ids in (*b.phases.signals, *(move.signals for _, move in plan.order)):
         for i in ids:
             if free <= i < free + count:

@@ -141,45 +141,39 @@ class CommPlan:
             self._lay(self.pushes(macro, y_ready, free), pulls)
 
     def backward(
-        self, dy_ready: int, x_ready: int, dx_ready: int, free: int, owner: list[int], ring: int
-    ) -> None:
+        self, dy_ready: int, x_ready: int, dx_ready: int, free: int, owner: list[int], ring: int,
+        slots: bool,
+    ) -> None:  # fmt: skip
         """Per macrobatch: pull dy (and x, where it is replayed), then push dx.
 
         ``owner`` gives the index of the counter (from ``free`` on) that says when a minibatch's
-        slot is free again: the minibatch itself, or its whole macrobatch.
+        slot is free again: with ``slots`` its own, else that of its whole macrobatch.
         """
         count = len(owner)
         waits: list[Ids] = [() if s < ring else (free + owner[s - ring],) for s in range(count)]
         signals: list[Ids] = [
             (free + owner[self._minibatch(half)],) for half in range(2 * self.blocks)
         ]
-        slots = owner == list(range(count))
-        macros = self.macrobatches
-        for m, macro in enumerate(macros):
+
+        def bring(s: int) -> None:
+            replayed = self.pulls([s], waits, x_ready) if s >= ring else []
+            self._lay(replayed + self.pulls([s], waits, dy_ready))
+
+        for m, macro in enumerate(self.macrobatches):
             if m == 0 or not slots:
-                self._bring(macro, m, waits, dy_ready, x_ready)
+                for s in macro:
+                    bring(s)
             pushes = self.pushes(macro, dx_ready, signals)
-            if slots and m + 1 < len(macros):
-                # Slots are refilled as they become free, in turn with the pushes.
-                pulls = self._pulled(macros[m + 1], m + 1, waits, dy_ready, x_ready)
-                self._lay(pushes, pulls)
-            else:
+            if not slots:
                 self._lay(pushes)
-
-    def _pulled(
-        self, macro: list[int], m: int, waits: list[Ids], dy_ready: int, x_ready: int
-    ) -> list[Move]:
-        found = []
-        for s in macro:
-            if m:
-                found += self.pulls([s], waits, x_ready)
-            found += self.pulls([s], waits, dy_ready)
-        return found
-
-    def _bring(
-        self, macro: list[int], m: int, waits: list[Ids], dy_ready: int, x_ready: int
-    ) -> None:
-        self._lay(self._pulled(macro, m, waits, dy_ready, x_ready))
+                continue
+            # A slot is refilled as soon as its rows are pushed.
+            for s in macro:
+                here = [move for move in pushes if self._minibatch(move.halves[0]) <= s]
+                pushes = pushes[len(here) :]
+                self._lay(here)
+                if s + ring < count:
+                    bring(s + ring)
 
     def items(self) -> Items:
         """The tasks as the engine takes them."""

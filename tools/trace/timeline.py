@@ -80,7 +80,7 @@ def _one(axis: Any, trace: Trace, seen: dict[str, Any]) -> None:
                 linewidth=0, rasterized=True,
             )  # fmt: skip
             seen.setdefault(kind, handle)
-    axis.set_ylim(len(order), 0)
+    axis.set_ylim(max(1, len(order)), 0)
     axis.set_ylabel("SM")
     axis.set_yticks([0.5, len(order) - 0.5] if len(order) > 1 else [0.5])
     axis.set_yticklabels(

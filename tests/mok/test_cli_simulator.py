@@ -1,0 +1,152 @@
+"""``mok simulate``, ``mok plan`` and ``mok trace``."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mok import cli
+from mok.kernels_cute import trace as layout
+from mok.runtime.trace import pack_records
+from mok.tools.simulator.constants import HERE
+
+SMALL = ["--shape", "512,1024,256,16,2,256", "--ep", "4"]
+
+
+def document(capsys, *argv: str) -> tuple[int, dict]:
+    code = cli.main([*argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def text(capsys, *argv: str) -> str:
+    assert cli.main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_simulate_document(capsys):
+    code, found = document(
+        capsys, "simulate", "--machine", "gb300", *SMALL, "--pass", "all", "--program", "both",
+        "--minibatch", "256", "512", "--comm-sms", "8",
+    )  # fmt: skip
+    assert code == 0
+    assert found["machine"] == "gb300" and found["routing"] == "uniform"
+    assert found["shape"]["ep"] == 4 and found["shape"]["shared_intermediate"] == 256
+    # Two minibatches; forward and backward of both programs, recompute of ours.
+    assert len(found["rows"]) == 2 * (2 + 2 + 1)
+    for row in found["rows"]:
+        assert set(row) >= {"config", "ms", "bound", "phases", "bounds", "pass", "program"}
+        assert row["ms"] > 0 and row["config"]["fwd_num_comm_sms"] == 8
+    kinds = {c["kind"] for c in found["constants"]}
+    assert {"published", "assumed", "fitted"} <= kinds
+    assert sum(found["constants_by_kind"].values()) == len(found["constants"])
+
+
+def test_simulate_prints_where_time_goes_and_sources(capsys):
+    out = text(capsys, "simulate", "--machine", "h200", *SMALL, "--constants")
+    assert "HGX H200" in out and "phases:" in out and "least kernel time" in out
+    assert "main loop" in out and "measured" in out
+
+
+def test_simulate_lists_gains(capsys):
+    code, found = document(capsys, "simulate", "--machine", "gb300", *SMALL, "--gains")
+    assert code == 0 and found["gains"][0]["program"] == "upstream"
+    assert "fused SwiGLU" in text(capsys, "simulate", "--machine", "gb300", *SMALL, "--gains")
+
+
+def test_recorded_ids_are_simulated(capsys, tmp_path):
+    path = tmp_path / "ids.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 16, (4, 512, 2)))
+    code, found = document(
+        capsys, "simulate", "--machine", "h200", *SMALL, "--routing", str(path), "--virtual"
+    )
+    assert code == 0 and found["routing"] == "ids.npy" and found["virtual"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "rule"),
+    [
+        (["--machine", "v100"], "MokError", "known one"),
+        (["--shape", "1,2,3"], "ShapeError", "T,H,I,E,K"),
+        (["--shape", "8,100,64,4,2"], "ShapeError", "multiple of 64"),
+        (["--routing", "odd"], "MokError", "balanced"),
+        (["--program", "upstream"], "MokError", "Blackwell"),
+        (["--pass", "up"], "MokError", "pass must be"),
+        (["--comm-sms", "200"], "ResourceError", "usable SMs"),
+        (["--minibatch", "100"], "ShapeError", "multiple of 128"),
+        (["--minibatch", "0"], "ShapeError", "at least 1"),
+        (["--macrobatch", "1000"], "ShapeError", "multiple of"),
+    ],
+)
+def test_bad_input_is_named(capsys, argv, error, rule):
+    code, found = document(capsys, "simulate", *SMALL, *argv)
+    assert code == 2
+    assert found["error"]["type"] == error and rule in found["error"]["rule"]
+
+
+def test_plan_document(capsys):
+    argv = ("plan", "--machine", "h200", *SMALL, "--routing", "balanced", "--rounds", "1")
+    code, found = document(capsys, *argv)
+    assert code == 0 and found["fits"]
+    names = [row["name"] for row in found["rows"]]
+    assert names == ["recommended", "Config.suggest"]
+    assert found["rows"][0]["ms"] <= found["rows"][1]["ms"]
+    assert found["sensitivity"]["minibatch_size"] and found["memory_total"] > 0
+    out = text(capsys, *argv)
+    assert "If one tunable changes" in out and "Memory of a rank" in out
+
+
+def test_a_plan_that_does_not_fit_fails(capsys, tmp_path):
+    machine = tmp_path / "small.toml"
+    known = (HERE / "machines" / "h200.toml").read_text()
+    assert "value = 141e9" in known
+    machine.write_text(known.replace("value = 141e9", "value = 20e6"))
+    code, found = document(capsys, "plan", "--machine", str(machine), *SMALL, "--rounds", "1")
+    assert code == 1 and not found["fits"]
+    assert found["memory_total"] > found["memory_limit"] == 20e6
+
+
+def test_trace_writes_files(capsys, tmp_path):
+    out = tmp_path / "run"
+    argv = ["trace", "--machine", "gb300", *SMALL, "--program", "both", "--out", str(out)]
+    code, found = document(capsys, *argv, "--picture", "svg")
+    assert code == 0
+    assert found["files"] == [f"{out}.json", f"{out}.svg"]
+    assert (tmp_path / "run.svg").stat().st_size > 1000
+    assert [t["lost"] for t in found["traces"]] == [0, 0]
+    assert found["traces"][0]["sm_ms_by_kind"]["up"] > 0
+
+
+def test_trace_lays_records_beside_the_simulation(capsys, tmp_path):
+    kernel = tmp_path / "kernel.bin"
+    kernel.write_bytes(
+        pack_records(layout.FORWARD, 0, [[(0, 10_000, 3, 3, layout.COMPUTE, 0, 0)]], 2)
+    )
+    out = tmp_path / "both"
+    code, found = document(
+        capsys, "trace", *SMALL, "--records", str(kernel), "--simulate", "--out", str(out),
+        "--picture", "none",
+    )  # fmt: skip
+    assert code == 0 and len(found["traces"]) == 2
+    assert found["traces"][0]["source"] == "kernel, forward, rank 0"
+    # What was written can be shown again, beside others.
+    again = ["trace", "--records", f"{out}.json", "--out", str(tmp_path / "x"), "--picture", "none"]
+    assert len(document(capsys, *again)[1]["traces"]) == 2
+    assert "kernel, forward, rank 0: 1 tasks" in text(capsys, *again)
+
+
+def test_trace_refuses_other_files(capsys, tmp_path):
+    code, found = document(capsys, "trace", "--records", str(tmp_path / "none.bin"))
+    assert code == 2 and "readable" in found["error"]["rule"]
+    (tmp_path / "x.bin").write_bytes(b"nothing")
+    code, found = document(capsys, "trace", "--records", str(tmp_path / "x.bin"))
+    assert code == 2 and "header" in found["error"]["rule"]
+
+
+def test_lost_records_fail(capsys, tmp_path):
+    path = tmp_path / "k.bin"
+    records = [(0, 1, 0, 3, 0, i, 0) for i in range(3)]
+    path.write_bytes(pack_records(layout.FORWARD, 0, [records], 2))
+    code, found = document(
+        capsys, "trace", "--records", str(path), "--out", str(tmp_path / "o"), "--picture", "none"
+    )
+    assert code == 1 and found["traces"][0]["lost"] == 1

@@ -1,0 +1,107 @@
+"""The kernels' trace records: layout, reader, and what is refused."""
+
+import numpy as np
+import pytest
+
+from mok.errors import MokError
+from mok.kernels_cute import program as forward
+from mok.kernels_cute import trace as layout
+from mok.kernels_cute.backward import program as backward
+from mok.runtime.trace import RECORD, Event, Trace, pack_records, read_records
+
+RECORDS = [
+    # begin, end, sm, kind, role, ticket, minibatch
+    [(1000, 3000, 0, forward.DISPATCH, layout.COMM, 0, 0)],
+    [(2000, 5000, 7, forward.UP, layout.COMPUTE, 4, 0), (5000, 9000, 7, 4, 0, 9, 1)],
+    [],
+]
+
+
+def test_records_are_two_16_byte_stores():
+    assert RECORD.itemsize == layout.RECORD_BYTES == 32
+    assert RECORD.fields["sm"][1] == 16 and RECORD.fields["end"][1] == 8
+    for workers in (0, 1, 3, 4, 132):
+        start = 4 * (layout.HEADER_WORDS + layout.count_words(workers))
+        assert start % 16 == 0  # records are aligned
+        assert layout.buffer_bytes(workers, 5) == start + 160 * workers
+
+
+def test_what_is_written_is_read():
+    data = pack_records(layout.FORWARD, 3, RECORDS, 4)
+    assert len(data) == layout.buffer_bytes(3, 4)
+    trace = read_records(data, "emulator")
+    assert trace.source == "emulator, forward, rank 3" and trace.lost == 0
+    assert trace.notes == {"program": "forward", "rank": 3}
+    assert [(e.kind, e.role, e.sm, e.ticket, e.minibatch) for e in trace.events] == [
+        ("dispatch", "comm", 0, 0, 0),
+        ("up", "compute", 7, 4, 0),
+        ("down", "compute", 7, 9, 1),
+    ]
+    assert [round(e.begin * 1e9) for e in trace.events] == [0, 1000, 4000]
+    assert trace.seconds == pytest.approx(8e-6)
+    assert trace.totals()["down"] == pytest.approx(4e-6)
+
+
+def test_kinds_are_those_of_the_programs():
+    names = layout.NAMES[layout.FORWARD]
+    for name in ("SHARED_UP", "SHARED_DOWN", "UP", "DOWN"):
+        found = names[layout.COMPUTE][getattr(forward, name)]
+        assert found == name.lower().replace("_", " ")
+    assert names[layout.COMM] == {forward.DISPATCH: "dispatch", forward.COMBINE: "combine"}
+    names = layout.NAMES[layout.BACKWARD]
+    for name, found in (
+        ("REPLAY", "replay"),
+        ("DDOWN", "dgrad down"),
+        ("DX", "dgrad up"),
+        ("WDOWN", "wgrad down"),
+        ("WGATE", "wgrad gate"),
+        ("WUP", "wgrad up"),
+    ):
+        kind = getattr(backward, name)
+        assert names[layout.COMPUTE][kind] == found
+        if name != "REPLAY":
+            assert names[layout.COMPUTE][backward.SHARED + kind] == f"shared {found}"
+    assert names[layout.COMM] == {backward.DISPATCH: "dispatch", backward.PUSH: "push"}
+
+
+def test_lost_records_are_counted():
+    data = pack_records(layout.FORWARD, 0, RECORDS, 1)
+    trace = read_records(data)
+    assert trace.lost == 1 and len(trace.events) == 2
+
+
+def test_no_records_is_an_empty_trace():
+    for workers in ([], [[]]):
+        trace = read_records(pack_records(layout.BACKWARD, 0, workers, 2))
+        assert trace.events == [] and trace.seconds == 0
+
+
+def damaged(word: int, value: int) -> bytes:
+    data = bytearray(pack_records(layout.FORWARD, 0, RECORDS, 4))
+    data[4 * word : 4 * word + 4] = np.int32(value).tobytes()
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "rule"),
+    [
+        (b"", "begin with the kernel's header"),
+        (b"x" * 100, "begin with the kernel's header"),
+        (damaged(layout.H_VERSION, layout.VERSION + 1), "version"),
+        (damaged(layout.H_PROGRAM, 9), "header of a trace must be valid"),
+        (damaged(layout.H_CAPACITY, -1), "header of a trace must be valid"),
+        (damaged(layout.H_WORKERS, 4), "must have"),
+        (pack_records(layout.FORWARD, 0, RECORDS, 4)[:-1], "must have"),
+        (pack_records(layout.FORWARD, 0, [[(5, 4, 0, 3, 0, 0, 0)]], 1), "end after it begins"),
+        (pack_records(layout.FORWARD, 0, [[(5, 6, 0, 99, 0, 0, 0)]], 1), "kind 99"),
+    ],
+)
+def test_what_is_no_trace_is_refused(data, rule):
+    with pytest.raises(MokError, match=rule):
+        read_records(data)
+
+
+def test_events_are_sorted():
+    late = Event("up", "compute", 1, 2.0, 3.0, 0, 1)
+    early = Event("up", "compute", 0, 1.0, 3.0, 0, 0)
+    assert Trace("x", [late, early]).events == [early, late]

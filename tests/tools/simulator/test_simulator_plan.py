@@ -1,0 +1,92 @@
+"""Tunables from the simulator: the search, the sensitivities, the memory."""
+
+import dataclasses
+
+import pytest
+
+from mok.config import Config, Shape
+from mok.errors import MokError
+from mok.models import MODELS
+from mok.runtime.plan import plan_workspace
+from mok.tools.simulator import balanced, load_machine
+from mok.tools.simulator.memory import memory
+from mok.tools.simulator.plan import Search, as_dict, plan
+
+SHAPE = Shape(2048, 2048, 768, 32, 4, 4)
+H200 = load_machine("h200")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return plan(SHAPE, H200, routing=balanced(SHAPE))
+
+
+def test_a_plan_is_never_worse_than_the_suggestion(found):
+    assert found.best.ms <= found.start.ms
+    assert found.start.config == Config.suggest(SHAPE, H200)
+    found.best.config.check("sm_90a", 132, found.best.config.fwd_num_comm_sms)
+
+
+def test_the_search_finds_the_best_of_an_exhaustive_one(found):
+    """All minibatches and comm SMs with a ring for everything: the plan reaches 0.97 of it."""
+    search = Search(SHAPE, H200, routing=balanced(SHAPE))
+    rows = search.rows()
+    best = {"forward": float("inf"), "backward": float("inf")}
+    totals = []
+    for minibatch in search.minibatches():
+        ring = -(-rows // minibatch)
+        of_direction: dict[str, float] = {}
+        for direction, name in (("forward", "fwd_num_comm_sms"), ("backward", "bwd_num_comm_sms")):
+            config = Config(8, 8, minibatch, ring * minibatch)
+            times = [
+                search.run(dataclasses.replace(config, **{name: n}), direction).ms
+                for n in search.comm_sms()
+            ]
+            of_direction[direction] = min(times)
+            best[direction] = min(best[direction], *times)
+        totals.append(sum(of_direction.values()))
+    assert min(totals) / found.best.ms >= 0.97
+
+
+def test_sensitivities_contain_the_recommendation(found):
+    config = found.best.config
+    for name, rows in found.sensitivity.items():
+        mine = [row for row in rows if row[0] == getattr(config, name)]
+        assert len(mine) == 1 and len(rows) >= 1
+        assert mine[0][1] + mine[0][2] == pytest.approx(found.best.ms)
+    assert set(found.sensitivity) == {
+        "fwd_num_comm_sms", "bwd_num_comm_sms", "minibatch_size", "macrobatch_size",
+    }  # fmt: skip
+    few, *_, many = found.sensitivity["fwd_num_comm_sms"]
+    assert few[2] == many[2]  # forward's comm SMs do not change backward
+
+
+def test_memory_is_the_workspaces(found):
+    config = found.best.config
+    sizes = plan_workspace(SHAPE, config, SHAPE.num_tokens, "sm_90a")
+    assert found.memory["workspace"] == sizes.bytes_of("local")
+    assert found.memory["schedule"] == sizes.bytes_of("schedule")
+    assert found.memory["symmetric heap"] > sizes.bytes_of("symmetric")
+    assert found.memory["weights"] == 2 * 3 * 8 * 2048 * 768
+    assert found.fits
+    large = Shape.of_model(MODELS["deepseek-v4-pro"], 8192, 1)
+    needed = memory(large, Config.suggest(large, "h100"), "sm_90a")
+    assert sum(needed.values()) > load_machine("h100")["memory_bytes"]  # 384 experts on one GPU
+
+
+def test_documents_have_the_designs_rows(found):
+    document = as_dict(found)
+    for row in document["rows"]:
+        assert set(row) >= {"config", "ms", "bound"}
+    assert document["memory_total"] == sum(document["memory"].values())
+
+
+def test_one_rank_has_no_comm_sms_to_choose():
+    shape = dataclasses.replace(SHAPE, ep_size=1)
+    found = plan(shape, H200, routing=balanced(shape), rounds=1)
+    assert set(found.sensitivity) == {"minibatch_size", "macrobatch_size"}
+
+
+def test_nothing_to_plan_is_an_error():
+    with pytest.raises(MokError, match="at least one token"):
+        plan(dataclasses.replace(SHAPE, num_tokens=0), H200)
