@@ -42,10 +42,12 @@ def test_no_kernel_is_faster_than_its_bounds(machine, direction):
 
 
 @pytest.mark.parametrize(
-    ("constant", "resource"), [("hbm_bytes_per_s", "HBM"), ("nvlink_bytes_per_s", "NVLink")]
-)
-def test_a_starved_kernel_takes_what_its_resource_needs(constant, resource):
-    base = scenario()
+    ("constant", "resource", "ep"),
+    [("hbm_bytes_per_s", "HBM", 1), ("hbm_bytes_per_s", "HBM", 8),
+     ("nvlink_bytes_per_s", "NVLink", 8)],
+)  # fmt: skip
+def test_a_starved_kernel_takes_what_its_resource_needs(constant, resource, ep):
+    base = scenario(shape=dataclasses.replace(QWEN, ep_size=ep))
     starved = base.machine.with_constants(**{constant: base.machine[constant] / 30})
     for direction in ("forward", "backward"):
         found = simulate(dataclasses.replace(base, machine=starved, direction=direction))
