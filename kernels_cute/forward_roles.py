@@ -103,7 +103,7 @@ class ForwardRoles(MegaKernel):
 
     @cute.jit
     def decode(self, ctx, prog, ticket):
-        """The queue entry of a ticket."""
+        """The queue entry of a ticket. Tasks without K steps pass loads, MMA and epilogue by."""
         task = prog.task(ticket)
         kind, sizes = task.kind, ctx.sizes
         expert = Int32(0)
@@ -114,7 +114,7 @@ class ForwardRoles(MegaKernel):
             sizes.intermediate,
             sync.select(kind == SHARED_DOWN, sizes.shared_intermediate, sizes.hidden),
         )
-        k_tiles = k_size // self.mainloop.TILE_K
+        k_tiles = sync.select(kind == END, Int32(0), k_size // self.mainloop.TILE_K)
         ring_block = task.block % prog.ring_blocks
         return Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
 
@@ -219,7 +219,7 @@ class ForwardRoles(MegaKernel):
                     ctx.schedule.rows.peer_token_idx + first, ctx.sizes.topk, thread,
                     entry.k_tiles, stage, phase,
                 )  # fmt: skip
-            elif kind != END:
+            else:
                 stage, phase = main.pass_tile(bars, entry.k_tiles, stage, phase)
 
     @cute.jit
@@ -234,7 +234,7 @@ class ForwardRoles(MegaKernel):
             entry = queue.get(slot, slot_phase)
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
-            if kind != END:
+            if entry.k_tiles > 0:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
                 if kind == UP or kind == SHARED_UP:
                     chunk, chunk_phase = self.up_epilogue(

@@ -380,7 +380,7 @@ class MegaKernel:
             entry = queue.get(slot, slot_phase, self.entry)
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
-            if kind != END:
+            if entry.k_tiles > 0:
                 stage, phase = main.mma_tile(
                     bars, tCrA, tCrB, tCtAcc, entry.k_tiles, stage, phase, acc, acc_phase
                 )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from mok.commands import bench, check, compile, demo, doctor, tune, wave
+from mok.commands import bench, check, compile, demo, doctor, emulate, tune, wave
 from mok.errors import MokError
 
 
@@ -36,7 +36,7 @@ class Command(Protocol):
         """Print the document for people."""
 
 
-COMMANDS: tuple[Command, ...] = (demo, check, compile, bench, tune, wave, doctor)
+COMMANDS: tuple[Command, ...] = (demo, check, compile, bench, tune, wave, emulate, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -89,7 +89,7 @@ class Regime:
     warm_ms: float = 150.0
     run_ms: float = 300.0
     min_calls: int = 3
-    max_calls: int = 20000
+    max_calls: int = 200_000
 
 
 @dataclass
