@@ -118,7 +118,9 @@ def from_hf(module: nn.Module, **options: Any) -> MoELayer:
     _check_members(module, {"gate", "experts", shared_name, "shared_expert_gate"})
     router, returns_logits = _read_router(module, len(down))
     topk = _topk(module)
-    layer = (_recorded_class(type(module)) if returns_logits else HFLayer)(
+    block: Any = type(module)
+    kind = _recorded_class(block) if returns_logits else HFLayer
+    layer = kind(
         down.shape[1],
         down.shape[2],
         len(down),

@@ -17,7 +17,7 @@ from mok.hf import HFLayer, is_moe_block
 from mok.layer import MoELayer
 from mok.reference import relative_l2
 from mok.router import Router
-from tests.layer_helpers import SMALL, torch_layer
+from tests.module_helpers import SMALL, torch_layer
 
 # ---------------------------------------------------------------------- transformers 4, imitated
 
