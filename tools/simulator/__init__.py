@@ -1,7 +1,7 @@
 """A discrete-event model of the megakernel on machines that need not be here.
 
-``simulate(Scenario(...))`` predicts one call: our task program (``kernels_cute.program``) or upstream's,
-on a machine described by a data file, for a routing. See docs/scaling.md.
+``simulate(Scenario(...))`` predicts one call: our task program (``kernels_cute.program``) or
+upstream's, on a machine described by a data file, for a routing. See docs/scaling.md.
 """
 
 from mok.tools.simulator.machine import Machine, known_machines, load_machine

@@ -14,9 +14,6 @@ from mok.tools.simulator.machine import load_machine
 from mok.tools.simulator.scenario import Scenario, Switches
 from mok.tools.simulator.simulate import simulate
 
-# Recorded backward times are of a kernel that gathered a whole tile's width of x for gate and up.
-THEN = {"backward": {"gathered_columns": 256.0}}
-
 
 @dataclass(frozen=True)
 class Record:
@@ -27,6 +24,7 @@ class Record:
         use: "fit" where constants were chosen on it, else "check".
         limit: the largest relative error allowed, 0 for none.
         kernel_only: the time is that of the kernel, not of the whole call.
+        both: the time is that of a forward call that saves its context, and backward.
         off: why the model cannot be held to it, if so.
     """
 
@@ -38,12 +36,16 @@ class Record:
     limit: float
     scenario: Scenario
     kernel_only: bool
+    both: bool
     off: str
 
     def predict(self) -> float:
         """The model's milliseconds."""
         found = simulate(self.scenario)
-        return found.kernel_ms if self.kernel_only else found.ms
+        ms = found.kernel_ms if self.kernel_only else found.ms
+        if self.both:
+            ms += simulate(dataclasses.replace(self.scenario, direction="backward")).ms
+        return ms
 
 
 def records() -> Iterator[Record]:
@@ -53,16 +55,21 @@ def records() -> Iterator[Record]:
         shape = Shape(tokens, hidden, inner, experts, topk, ep, shared or None)
         comm, minibatch = entry["comm_sms"], entry["minibatch"]
         config = Config(comm, comm, minibatch, minibatch * entry["ring"], entry["multiplier"])
-        direction = entry["direction"]
+        both = entry["direction"] == "both"
         scenario = Scenario(
-            shape, config, load_machine(entry["machine"]), direction, entry["precision"],
+            shape,
+            config,
+            load_machine(entry["machine"]),
+            "forward" if both else entry["direction"],
+            entry["precision"],
             entry["program"],
-            overrides=THEN.get(direction, {}) if entry["program"] == "ours" else {},
-        )  # fmt: skip
-        yield Record(
-            entry["name"], entry["kind"], entry["source"], entry["use"], entry["ms"], entry["limit"],
-            scenario, entry["kernel_only"], entry.get("off", ""),
-        )  # fmt: skip
+            save_context=both or entry["save_context"],
+        )
+        plain = {
+            name: entry[name]
+            for name in ("name", "kind", "source", "use", "ms", "limit", "kernel_only")
+        }
+        yield Record(**plain, scenario=scenario, both=both, off=entry.get("off", ""))
 
 
 def compare(report: Callable[[str], Any] = lambda text: None) -> list[dict[str, Any]]:

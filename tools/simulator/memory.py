@@ -13,10 +13,11 @@ BF16, FP32 = 2, 4
 def memory(shape: Shape, config: Config, arch: str) -> dict[str, int]:
     """Bytes by purpose, for T = ``num_tokens`` at most, BF16.
 
-    The workspace is sized by ``runtime.plan``. The context (per layer and call) and backward's scratch
-    come from torch's allocator with the shapes that ``mok.call`` and ``mok.backward_call`` document:
-    context x [ring, H], gate and up [ring, I], shared gate and up [T, Is]; scratch 5 × [ring, I], dx
-    [dx rows, H], FP32 [dx rows, I/64], two accumulators, and in a ring x and dy [ring, H].
+    The workspace is sized by ``runtime.plan``. The context (per layer and call) and backward's
+    scratch come from torch's allocator with the shapes that ``mok.call`` and ``mok.backward_call``
+    document: context x [ring, H], gate and up [ring, I], shared gate and up [T, Is]; scratch
+    5 × [ring, I], dx [dx rows, H], FP32 [dx rows, I/64], two accumulators, and in a ring x and dy
+    [ring, H].
     """
     tokens = max(1, shape.num_tokens)
     h, i, topk = shape.hidden_size, shape.intermediate_size, shape.topk

@@ -1,4 +1,4 @@
-"""Tunables for a model on a machine: a search with the simulator, and how much each of them matters."""
+"""Tunables for a model on a machine: a search with the simulator, and what each is worth."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from mok.tools.simulator.scenario import Direction, Precision, Scenario
 from mok.tools.simulator.simulate import Result, simulate
 
 RING_SHARE = 0.25  # of the GPU's memory that a ring may take at most
-
-
-def changed(config: Config, name: str, value: int) -> Config:
-    """``config`` with one tunable changed."""
-    change: dict[str, Any] = {name: value}
-    return dataclasses.replace(config, **change)
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class Search:
     def run(self, config: Config, direction: Direction) -> Result:
         """One simulation; what does not concern a direction does not make a new one."""
         other = "bwd_num_comm_sms" if direction == "forward" else "fwd_num_comm_sms"
-        key = (changed(config, other, 2), direction)
+        key = (_with(config, other, 2), direction)
         if key not in self.known:
             scenario = Scenario(
                 self.shape, config, self.machine, direction, self.precision, "ours",
@@ -134,7 +128,7 @@ class Search:
             before = best
             if not self.trial(best).forward.scenario.direct:
                 for name in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
-                    tries = [changed(best, name, n) for n in self.comm_sms()]
+                    tries = [_with(best, name, n) for n in self.comm_sms()]
                     best = self.best_of([best, *tries], total)
             ring = best.macrobatch_size // best.minibatch_size
             rows = best.macrobatch_size
@@ -166,7 +160,7 @@ class Search:
             for name in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
                 around = _around(self.comm_sms(), getattr(best, name))
                 for n in around:
-                    add(name, n, changed(best, name, n))
+                    add(name, n, _with(best, name, n))
         ring = best.macrobatch_size // best.minibatch_size
         for m in _around(self.minibatches(), best.minibatch_size):
             add(
@@ -178,6 +172,11 @@ class Search:
             size = n * best.minibatch_size
             add("macrobatch_size", size, dataclasses.replace(best, macrobatch_size=size))
         return found
+
+
+def _with(config: Config, name: str, value: int) -> Config:
+    changes: dict[str, Any] = {name: value}
+    return dataclasses.replace(config, **changes)
 
 
 def _around(values: list[int], centre: int, each: int = 2) -> list[int]:
