@@ -102,7 +102,7 @@ class ForwardRun:
         experts = case.routed[local.start : local.stop]
         tokens, topk = self.ids[rank].shape
         rows = schedule.num_tokens
-        blocks = rows // self.tile
+        blocks = max(rows // self.tile, 1)
         minibatches = -(-rows // self.minibatch) + 1
         layout = counter_layout(minibatches, blocks, -(-tokens // self.tile))
         words = lambda size: torch.zeros(max(size, 1), dtype=torch.int32, device=self.device)  # noqa: E731
@@ -161,7 +161,7 @@ class ForwardRun:
             self.macrobatch,
             len(b["y"]),
             minibatches,
-            max(blocks, 1),
+            blocks,
             self.num_comm_ctas,
             self.grid,
             rank,
