@@ -173,10 +173,26 @@ class BackwardCall(Call):
         )
         return tables, groups, counts, stride, most
 
-    def run_backward(self, i: int, s: Scratch) -> dict[str, Tensor | None]:
+    def prepare(self) -> list[tuple[Tensor, Tensor, Tensor, int, int]]:
+        """What comes before the barrier besides the copies: the ranks' plans and fresh counters."""
+        from mok.kernels_cute.backward.operands import counter_layout
+
+        plans = [self.plan(i) for i in range(self.count)]
+        tokens = max(self.tokens(i) for i in range(self.count))
+        layout = counter_layout(
+            self.sizes.max_minibatches,
+            self.sizes.max_blocks,
+            max(p[-1] for p in plans),
+            -(-tokens // self.sizes.tile),
+        )
+        self.zero_counters(layout.size)
+        return plans
+
+    def run_backward(
+        self, i: int, s: Scratch, plan: tuple[Tensor, Tensor, Tensor, int, int]
+    ) -> dict[str, Tensor | None]:
         """Launch the backward megakernel of local rank ``i``; returns what the sums need."""
         from mok import kernels
-        from mok.kernels_cute.backward.operands import counter_layout
         from mok.runtime.compile import get_kernel
         from mok.runtime.launch import launch
 
@@ -184,14 +200,10 @@ class BackwardCall(Call):
         T, H, I = self.tokens(i), self.shape.hidden_size, self.shape.intermediate_size
         Is = self.shape.shared_intermediate_size or 0
         b = self.schedule.ranks[i]
-        tables, groups, counts, stride, most = self.plan(i)
+        tables, groups, counts, stride, most = plan
         shared_grads = [self._new(T, Is) if Is else None for _ in range(3)]
         shared_partial = self._new(T, Is // 64, dtype=torch.float32) if Is else None
         shared_dx = self._new(T, H) if Is else None
-        layout = counter_layout(
-            self.sizes.max_minibatches, self.sizes.max_blocks, most, -(-T // self.sizes.tile)
-        )
-        words = torch.zeros(layout.size, dtype=torch.int32, device=w.device)
         grid, comm = self.launch_shape(self.config.bwd_num_comm_sms)
         w.last_launch = LaunchFacts("backward", grid, comm, self.config.minibatch_size, self.ring)
         heap = None if self.direct else w.backward
@@ -246,7 +258,7 @@ class BackwardCall(Call):
             "dx_heap": w.slots.base_address if w.slots is not None else 0,
             "dw_heap": heap.d_weights.base_address if heap else 0,
             "rank_stride": w.heap.stride,
-            "counters": words.data_ptr(),
+            "counters": self.counters[i],
             "record": w.records.wait_address(rank),
             "timeout_ns": int(self.config.timeout_s * 1e9),
             "tokens": T,

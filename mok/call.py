@@ -190,6 +190,18 @@ class Call:
         """T of local rank number ``i``."""
         return self.x[i].shape[0]
 
+    def zero_counters(self, size: int, first: Tensor | None = None) -> None:
+        """Fresh counters for every local rank, before the barrier: nothing but the kernel comes after it.
+
+        ``first``: the first local rank's, where the workspace keeps them for a look from the host.
+        """
+        sets = [] if first is None else [first]
+        sets += [self._new(size, dtype=torch.int32) for _ in range(len(sets), self.count)]
+        self.counters = [t.data_ptr() for t in sets]
+        self._counter_sets = sets  # alive until the launches are queued
+        for address in self.counters:
+            self.workspace.heap.memory.fill(address, 0, 4 * size, self.stream)
+
     def stage_x(self) -> None:
         """Copy x into the symmetric heap, unless it lives there or rows are gathered in place."""
         if self.direct:
@@ -260,7 +272,6 @@ class Call:
             self.config.minibatch_size,
             self.ring,
         )
-        w.counter_words.zero_()
         # The recompute kernel has no down task: any valid address will do there.
         routed = [r[i] for r in self.routed] + [None] * (3 - len(self.routed))
         shared = [*(self.shared or ()), None, None, None][:3]
@@ -289,7 +300,7 @@ class Call:
             w.x.base_address if w.x is not None else 0,
             w.slots.base_address if w.slots is not None else 0,
             w.heap.stride,
-            w.counter_words.data_ptr(),
+            self.counters[i],
             w.records.wait_address(rank),
             int(self.config.timeout_s * 1e9),
             T,

@@ -244,6 +244,7 @@ def _check_ids(ids: Tensor, num_experts: int) -> None:
         raise RouteError(
             f"expert ids must be in 0…{num_experts - 1}, or -1 to drop a route",
             f"{int(ids[token, k])} at token {token}, k {k}",
+            "Check the router: with E experts the largest id is E - 1",
         )
 
 
@@ -288,6 +289,7 @@ def forward(
         config, workspace, schedule, x, router_weights, (shared_gate, shared_up, shared_down),
         (routed_gate, routed_up, routed_down), swiglu_limit, shared_scale,
     )  # fmt: skip
+    call.zero_counters(workspace.sizes.counters.size, workspace.counter_words)
     call.stage_x()
     workspace.barrier()
     context = ForwardContext() if save_context else None
@@ -317,6 +319,7 @@ def recompute_forward_context(
         config, workspace, schedule, x, None, (shared_gate, shared_up), (routed_gate, routed_up),
         swiglu_limit, None, recompute=True,
     )  # fmt: skip
+    call.zero_counters(workspace.sizes.counters.size, workspace.counter_words)
     call.stage_x()
     workspace.barrier()
     context = ForwardContext()
@@ -387,10 +390,11 @@ def backward(
         grad_dtype,
         accumulate,
     )
+    plans = call.prepare()
     call.stage()
     workspace.barrier()
     scratch = call.scratch()
-    parts = [call.run_backward(i, scratch) for i in range(call.count)]
+    parts = [call.run_backward(i, scratch, plans[i]) for i in range(call.count)]
     workspace.barrier()
     results = []
     for i in range(call.count):

@@ -16,6 +16,8 @@ from mok.runtime.compile import Kernel, KernelSpec, get_kernel
 from mok.runtime.launch import launch
 
 KERNELS = {
+    "backward": "mok.kernels_cute.backward.kernel:BackwardKernel",
+    "forward": "mok.kernels_cute.forward:ForwardKernel",
     "plan": "mok.kernels_cute.backward.plan_kernel:PlanKernel",
     "router_grad": "mok.kernels_cute.router_grad:RouterGradKernel",
     "schedule": "mok.kernels_cute.schedule.build:ScheduleKernel",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mok import functional
 from mok.config import Config, Shape
-from mok.reference import Case
+from mok.reference import Case, Experts
 from mok.runtime.group import Group
 from tests.helpers import POISON
 
@@ -230,5 +230,35 @@ def run_layer(
         return layer(save_context=save_context)
 
 
+def to_device(case: Case, device: torch.device | str) -> Case:
+    """The same values elsewhere."""
+
+    def moved(experts: Experts | None) -> Experts | None:
+        if experts is None:
+            return None
+        return Experts(*(w.to(device) for w in (experts.gate, experts.up, experts.down)))
+
+    routed = moved(case.routed)
+    assert routed is not None
+    return dataclasses.replace(
+        case,
+        x=case.x.to(device),
+        top_experts=case.top_experts.to(device),
+        router_weights=case.router_weights.to(device),
+        routed=routed,
+        shared=moved(case.shared),
+    )
+
+
+def first_tokens(case: Case, count: int) -> Case:
+    return dataclasses.replace(
+        case,
+        x=case.x[:count],
+        top_experts=case.top_experts[:count],
+        router_weights=case.router_weights[:count],
+    )
+
+
 def with_routes(case: Case, top_experts: Tensor) -> Case:
+    """The case with other expert ids."""
     return dataclasses.replace(case, top_experts=top_experts.to(case.top_experts))

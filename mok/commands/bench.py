@@ -151,6 +151,8 @@ def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:
         if args.peers:
             entries += [Entry(peer) for peer in peers]
     else:
+        # The ceiling next to ours: it is what a short budget must not leave out.
+        peers.sort(key=lambda name: name != "cublas")
         names = ["mok"] + ([f"mok-ep{args.ep}"] if args.ep > 1 else []) + peers
         entries = [Entry(name) for name in names]
     settings = Settings(
@@ -305,7 +307,10 @@ def compile_kernels(args: argparse.Namespace, prepared: Run) -> None:
     compilation = Compilation(list(dict.fromkeys(specs)), args.workers)
     if compilation.processes:
         prepared.say(f"compiling our kernels in {len(compilation.processes)} processes")
-        compilation.wait()
+        for failure in compilation.wait():
+            prepared.say(
+                f"  a process failed, its kernels are compiled at their first use: {failure}"
+            )
         prepared.say("compiled")
 
 
@@ -344,9 +349,11 @@ def read_document(path: str) -> dict[str, Any]:
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
     """Write the document whole or not at all."""
+    from mok.tools.bench.results import finite
+
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".part")
-    half.write_text(json.dumps(document, indent=1))
+    half.write_text(json.dumps(finite(document), indent=1, allow_nan=False))
     half.replace(path)
 
 

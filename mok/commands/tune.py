@@ -148,8 +148,8 @@ class Trials:
         return both
 
     def _set_up(self, config: Config) -> Any:
+        from mok.tools.bench.bits import digest
         from mok.tools.bench.programs import Options, Unavailable, make_program
-        from mok.tools.bench.runner import digest
         from mok.tune import BitsDiffer
 
         try:

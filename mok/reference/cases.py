@@ -37,6 +37,8 @@ class Case:
         router_weights: FP32 [N, K].
         routed: the E routed experts.
         shared: the shared expert (El = 1), or None.
+        shared_scale: FP32 [N], a factor for each token's shared result (a gated shared expert), or
+            None for 1.
         swiglu_limit: L: gate at most L, up in [-L, L]; None for no clamp.
     """
 
@@ -47,6 +49,7 @@ class Case:
     routed: Experts
     shared: Experts | None = None
     swiglu_limit: float | None = None
+    shared_scale: Tensor | None = None
 
     @property
     def shape(self) -> Shape:
@@ -129,10 +132,12 @@ def random_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
     swiglu_limit: float | None = None,
+    gated: bool = False,
 ) -> Case:
     """Normal values: x of variance 1, weights scaled so that gate, up and y stay near 1.
 
     ``shape.num_tokens`` is N, the tokens of all ranks. Router weights are positive with sum 1.
+    ``gated``: the shared expert has factors between 0 and 1.
     """
     rng = torch.Generator(device=device).manual_seed(seed)
 
@@ -158,17 +163,27 @@ def random_case(
         routed=experts(shape.num_experts, shape.intermediate_size),
         shared=experts(1, shared) if shared else None,
         swiglu_limit=swiglu_limit,
+        shared_scale=torch.rand(n, generator=rng, device=device) if gated and shared else None,
     )
 
 
+def random_gradient(case: Case, *, seed: int = 0) -> Tensor:
+    """A gradient of the output, BF16 [N, H], normal with variance 1, on the case's device."""
+    rng = torch.Generator(device=case.x.device).manual_seed(seed)
+    return torch.randn(case.x.shape, generator=rng, dtype=torch.bfloat16, device=case.x.device)
+
+
 # The exact cases. silu(g) = g·rcp(1 + ex2(-g·log2 e)) is exactly 0, 0 or g for g = 0, ≤ -128, ≥ 128
-# in FP32, because ex2 is then 1, infinite or less than half an ulp of 1.
+# in FP32, because ex2 is then 1, infinite or less than half an ulp of 1. Its derivative is ½, 0, 1.
 GATE_UNIT = 128.0
 UP_UNIT = 128.0  # as large as the gate's, so that one clamp limit reaches both
 DOWN_UNIT = 2.0**-14  # brings y back to small integers
 _DOT_TERMS = 2  # non-zeros of a gate or up row; x is in {-1, 0, 1}
 _MAX_HIDDEN = _DOT_TERMS * _DOT_TERMS  # of |silu(gate)·up|, in units of 2^14
 _BF16_INTEGERS = 256  # BF16 holds every integer up to this
+# |w·up·silu'| and |w·silu| are at most this many times their smallest non-zero value. (Half as many
+# within a row of a gradient of x, which has one w: room for sums over rows.)
+_GRADIENT_STEPS = 8
 
 
 def integer_case(
@@ -178,17 +193,20 @@ def integer_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
     swiglu_limit: float | None = None,
+    gated: bool = False,
 ) -> Case:
     """A layer whose every intermediate value is exact, so that a mismatch is a bug, not rounding.
 
     Gate pre-activations are in {0, ±128, ±256}, up in the same set, hidden, y and the output are
-    small integers times a power of two, router weights are ±1, ±½ (K ≤ 30) and a few zeros. Weight
-    rows have one or two non-zeros in different halves of the contraction, which keeps sums small
-    at any H and I while each element of x and hidden is used somewhere. The seed fixes the values
-    on every device.
+    small integers times a power of two, router weights and the shared expert's factors are ±1, ±½
+    (K ≤ 30) and a few zeros. Weight rows have one or two non-zeros in different halves of the
+    contraction, which keeps sums small at any H and I while each element of x and hidden is used
+    somewhere; the non-zeros of a half are spread evenly over its columns, which keeps gradients
+    small (``integer_gradient``). The seed fixes the values on every device.
 
     Args:
         swiglu_limit: None or a multiple of 128.
+        gated: the shared expert has factors.
 
     Raises:
         ShapeError: another limit.
@@ -201,7 +219,8 @@ def integer_case(
 
     def sparse(count: int, rows: int, columns: int, terms: int, unit: float) -> Tensor:
         part = columns // terms
-        position = torch.randint(part, (count, rows, terms), generator=rng)
+        column = torch.rand(count, terms, part, generator=rng).argsort(dim=2)
+        position = column[:, :, torch.arange(rows) % part].transpose(1, 2).contiguous()
         position += torch.arange(terms) * part
         sign = torch.randint(2, (count, rows, terms), generator=rng) * 2 - 1
         weight = torch.zeros(count, rows, columns, dtype=torch.bfloat16, device=device)
@@ -216,20 +235,58 @@ def integer_case(
             down=sparse(count, h, width, down_terms, DOWN_UNIT),
         )
 
+    def powers(*size: int) -> Tensor:
+        values = torch.tensor(magnitudes)[torch.randint(len(magnitudes), size, generator=rng)]
+        values *= torch.randint(2, size, generator=rng) * 2 - 1
+        values[torch.rand(*size, generator=rng) < 1 / 16] = 0.0
+        return values.to(device)
+
     x = torch.randint(-1, 2, (n, h), generator=rng, dtype=torch.int8)
-    weights = torch.tensor(magnitudes)[torch.randint(len(magnitudes), (n, k), generator=rng)]
-    weights *= torch.randint(2, (n, k), generator=rng) * 2 - 1
-    weights[torch.rand(n, k, generator=rng) < 1 / 16] = 0.0
     shared = shape.shared_intermediate_size
     return Case(
         name=f"integer {kind}",
         x=x.to(device).bfloat16(),
         top_experts=routing(kind, n, shape.num_experts, k, seed).to(device),
-        router_weights=weights.to(device),
+        router_weights=powers(n, k),
         routed=experts(shape.num_experts, shape.intermediate_size),
         shared=experts(1, shared) if shared else None,
         swiglu_limit=swiglu_limit,
+        shared_scale=powers(n) if gated and shared else None,
     )
+
+
+def integer_gradient(case: Case, *, seed: int = 0) -> Tensor:
+    """A gradient of an ``integer_case``'s output for which backward is exact, too: BF16 [N, H].
+
+    Elements are in {0, ±1}. At every rounding point of backward the exact value is one that BF16
+    holds (d_gate, d_up, w·hidden, each route's and the shared expert's gradient of x), or a sum
+    that FP32 holds (router weights; gradients of x and of weights before their rounding), as long
+    as an expert has at most 131,072 rows. The seed fixes the values on every device.
+
+    dy·W_down of a route, in steps of 2^-14, is at most the number of rows of W_down that share a
+    column (every ``part``-th row) and meet a non-zero of dy: ``most``. With a tall W_down, each
+    token's non-zeros therefore lie in a window of ``most`` times ``part``, placed at random. A
+    gradient of x is the sum of at most ``rows_per_column`` products from each of gate and up.
+
+    Raises:
+        ShapeError: I or the shared I is more than 8·H.
+    """
+    n, hidden = case.x.shape
+    topk = case.top_experts.shape[1]
+    widths = [experts.gate.shape[1] for experts in (case.routed, case.shared) if experts]
+    part = min(widths) // _exact_budget(topk)[0]
+    rows_per_column = -(-max(widths) // (hidden // _DOT_TERMS))
+    most = _BF16_INTEGERS // (2 * rows_per_column * _GRADIENT_STEPS)
+    if most < 1:
+        raise ShapeError("I of an exact backward case must be at most 8·H", (max(widths), hidden))
+    rng = torch.Generator().manual_seed(seed)
+    dy = torch.randint(-1, 2, (n, hidden), generator=rng, dtype=torch.int8)
+    window = most * part
+    if window < hidden:
+        first = torch.randint(hidden, (n, 1), generator=rng) - window // 2
+        column = torch.arange(hidden)
+        dy *= (column >= first) & (column < first + window)
+    return dy.to(case.x.device).bfloat16()
 
 
 def _exact_budget(topk: int) -> tuple[int, tuple[float, ...]]:

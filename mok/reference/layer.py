@@ -168,6 +168,34 @@ class _Forward:
             peer.slots[slot[pushed]] = self.me.y_ring[places[pushed]]
 
 
+def partition(
+    case: Case,
+    ep_size: int,
+    tokens_per_rank: Sequence[int] | None,
+    tile: int,
+    minibatch: int | None,
+    macrobatch: int | None,
+) -> tuple[list[int], int, int]:
+    """(tokens of each rank, minibatch, macrobatch), with the defaults of ``forward_reference``.
+
+    Raises:
+        ShapeError: they do not fit together.
+    """
+    minibatch = minibatch or tile
+    macrobatch = macrobatch or 4 * minibatch
+    lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
+    if len(lengths) != ep_size or sum(lengths) != len(case.x):
+        raise ShapeError(
+            f"tokens_per_rank must be {ep_size} counts with sum {len(case.x)}", lengths
+        )
+    if minibatch % tile or macrobatch % minibatch:
+        raise ShapeError(
+            "minibatch must be a multiple of tile, and macrobatch of minibatch",
+            f"tile {tile}, minibatch {minibatch}, macrobatch {macrobatch}",
+        )
+    return lengths, minibatch, macrobatch
+
+
 def forward_reference(
     case: Case,
     ep_size: int = 1,
@@ -187,22 +215,14 @@ def forward_reference(
     Returns:
         BF16 [N, H], the ranks' outputs one after the other.
     """
-    minibatch = minibatch or tile
-    macrobatch = macrobatch or 4 * minibatch
-    lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
-    if len(lengths) != ep_size or sum(lengths) != len(case.x):
-        raise ShapeError(
-            f"tokens_per_rank must be {ep_size} counts with sum {len(case.x)}", lengths
-        )
-    if minibatch % tile or macrobatch % minibatch:
-        raise ShapeError(
-            "minibatch must be a multiple of tile, and macrobatch of minibatch",
-            f"tile {tile}, minibatch {minibatch}, macrobatch {macrobatch}",
-        )
+    lengths, minibatch, macrobatch = partition(
+        case, ep_size, tokens_per_rank, tile, minibatch, macrobatch
+    )
     num_experts = case.routed.gate.shape[0]
     ids = case.top_experts.split(lengths)
     schedules = schedule_reference(ids, num_experts, ep_size, tile)
     placement = Shape(0, 64, 64, num_experts, ids[0].shape[1], ep_size)
+    scales = [None] * ep_size if case.shared_scale is None else case.shared_scale.split(lengths)
     ranks = []
     for r, (x, weights) in enumerate(
         zip(case.x.split(lengths), case.router_weights.split(lengths), strict=True)
@@ -215,7 +235,9 @@ def forward_reference(
             _Forward(ranks, r, minibatch, macrobatch, tile).run(case.swiglu_limit)
         # The device barrier: from here on every slot has been pushed.
         outputs = []
-        for rank in ranks:
+        for rank, scale in zip(ranks, scales, strict=True):
             y_shared = ffn(rank.x, case.shared, 0, case.swiglu_limit) if case.shared else None
-            outputs.append(token_sum(rank.slots, rank.router_weights, rank.top_experts, y_shared))
+            outputs.append(
+                token_sum(rank.slots, rank.router_weights, rank.top_experts, y_shared, scale)
+            )
     return torch.cat(outputs)

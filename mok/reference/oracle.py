@@ -17,15 +17,21 @@ from mok.reference.precision import ieee_matmul
 BF16_LIMIT = 3.5e-3
 """Relative L2 error that a BF16 layer may have against FP32; its roundings cost about 2.9e-3."""
 
+GRADIENT_LIMIT = 4.5e-3
+"""The same for each gradient; their roundings cost 2.6e-3 to 3.6e-3."""
+
 _CHUNK_ROWS = 8192  # bounds the gate and up copies when one expert gets every token
 
 
 def forward_loop(case: Case) -> Tensor:
     """Token by token in FP64. For small sizes. Returns FP64 [N, H]."""
     limit = math.inf if case.swiglu_limit is None else case.swiglu_limit
-    gate_w, up_w, down_w = (
-        w.double() for w in (case.routed.gate, case.routed.up, case.routed.down)
-    )
+    # Taken apart once, so that autograd puts the gradients of slices together once.
+    routed = [w.double().unbind() for w in (case.routed.gate, case.routed.up, case.routed.down)]
+    shared = None
+    if case.shared is not None:
+        shared = [w.double()[0] for w in (case.shared.gate, case.shared.up, case.shared.down)]
+    scales = torch.ones(len(case.x)) if case.shared_scale is None else case.shared_scale
 
     def expert(token: Tensor, gate_w: Tensor, up_w: Tensor, down_w: Tensor) -> Tensor:
         gate, up = gate_w @ token, up_w @ token
@@ -34,15 +40,19 @@ def forward_loop(case: Case) -> Tensor:
         return down_w @ (torch.nn.functional.silu(gate) * up)
 
     rows = []
-    for x, ids, weights in zip(case.x, case.top_experts, case.router_weights, strict=True):
-        token = x.double()
+    for token, ids, weights, scale in zip(
+        case.x.double(),
+        case.top_experts,
+        case.router_weights.double(),
+        scales.double(),
+        strict=True,
+    ):
         out = torch.zeros_like(token)
-        if case.shared is not None:
-            shared = (w[0].double() for w in (case.shared.gate, case.shared.up, case.shared.down))
-            out += expert(token, *shared)
-        for e, weight in zip(ids.tolist(), weights.double(), strict=True):
+        if shared is not None:
+            out = out + scale * expert(token, *shared)
+        for e, weight in zip(ids.tolist(), weights, strict=True):
             if e >= 0:
-                out += weight * expert(token, gate_w[e], up_w[e], down_w[e])
+                out = out + weight * expert(token, *(w[e] for w in routed))
         rows.append(out)
     return torch.stack(rows) if rows else case.x.double()
 
@@ -68,6 +78,8 @@ def forward_oracle(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
             w = [t[0].to(dtype) for t in (case.shared.gate, case.shared.up, case.shared.down)]
             for part in torch.arange(len(out), device=out.device).split(_CHUNK_ROWS):
                 out[part] = ffn(case.x[part].to(dtype), *w)
+                if case.shared_scale is not None:
+                    out[part] *= case.shared_scale[part].to(dtype).unsqueeze(1)
         ids = case.top_experts.flatten()
         order = ids.argsort(stable=True)
         counts = torch.bincount(ids + 1, minlength=1 + case.routed.gate.shape[0]).tolist()

@@ -47,11 +47,6 @@ def grad_like(out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.dtype)
 
 
-def last_kernel(layer: MoELayer) -> str:
-    _, workspace = layer.spec.workspace(layer._max_tokens(1), torch.device("cpu"))
-    return workspace.last_launch.kernel
-
-
 def test_output_equals_functional() -> None:
     layer, (x, weights, ids) = small_layer(4, 2), tensors(3, 8, experts=4, topk=2)
     out = layer(x, weights, ids)

@@ -19,7 +19,7 @@ from mok.reference import (
     relative_l2,
     schedule_reference,
 )
-from tests.helpers_layer import SMALL, Layer, run_layer, with_routes
+from tests.helpers_layer import SMALL, Layer, first_tokens, run_layer, with_routes
 
 pytest.importorskip("numba", reason="the emulator needs numba")
 pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
@@ -354,12 +354,7 @@ def test_calls_of_different_sizes_share_a_workspace(ep_size):
     full = integer_case(Shape(120, 64, 64, 6, 2, 1, 64), seed=9)
     with emulator(), Layer(full, ep_size, max_tokens=120) as layer:
         for count in (120, 3, 0, 77, 120):
-            case = dataclasses.replace(
-                full,
-                x=full.x[:count],
-                top_experts=full.top_experts[:count],
-                router_weights=full.router_weights[:count],
-            )
+            case = first_tokens(full, count)
             layer.lengths = case.tokens_per_rank(ep_size)
             assert torch.equal(layer(case).output, expected(case)), count
             layer.spoil()

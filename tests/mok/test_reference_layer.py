@@ -110,6 +110,17 @@ def test_oracle_is_the_loop(limit, monkeypatch):
         assert relative_l2(forward_oracle(case), expected) < 1e-5
 
 
+def test_gated_shared_expert():
+    case = random_case(SHAPE, gated=True)
+    expected = forward_loop(case)
+    assert relative_l2(forward_reference(case, 3, tile=16), expected) < BF16_LIMIT
+    assert relative_l2(forward_oracle(case, torch.float64), expected) < 1e-14
+    assert relative_l2(forward_loop(dataclasses.replace(case, shared_scale=None)), expected) > 0.1
+    case = integer_case(SHAPE, gated=True)
+    assert (case.shared_scale < 0).any()
+    assert torch.equal(forward_reference(case, 3, tile=16), forward_loop(case).bfloat16())
+
+
 def test_swiglu_clamp_and_infinities():
     gate = torch.tensor([-300.0, -128.0, 0.0, 2.0, 128.0, 300.0, 5.0])
     up = torch.tensor([1.0, 1.0, 1.0, -9.0, 1.0, 1.0, 9.0])

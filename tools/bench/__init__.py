@@ -3,6 +3,7 @@
 shapes.py      what is measured: shapes, suites, the targets set for them
 work.py        the inputs that every program gets
 programs/      one adapter per program, all with the interface of ``programs.base.Program``
+bits.py        whether two results have the same bits
 oracle.py      each program's output and gradients against FP32
 timing.py      warm-up, back-to-back windows, medians
 telemetry.py   clock and power while a window runs

@@ -11,6 +11,17 @@ Row = dict[str, Any]
 OURS = "mok"
 
 
+def finite(value: Any) -> Any:
+    """The value with NaN and infinities, which JSON has not, as None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def row_key(row: Row) -> tuple[Any, ...]:
     """What makes rows of two runs comparable."""
     s = row["shape"]

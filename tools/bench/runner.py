@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mok.config import Config
 from mok.tools.bench import results
+from mok.tools.bench.bits import digest
 from mok.tools.bench.ceiling import ceiling_ms
 from mok.tools.bench.oracle import GRADIENT_LIMIT, OUTPUT_LIMIT, Oracle
 from mok.tools.bench.phases import measure_phases
@@ -75,6 +75,7 @@ class Ready:
         errors: relative L2 error of "output" and of each gradient.
         peak_bytes: by pass, memory above weights and inputs.
         kept_bytes: what backward needs of one forward call.
+        setup_s: seconds to set it up, compile, choose variants and compare.
         digests: of the output and of each gradient: equal bits, equal digest.
     """
 
@@ -83,8 +84,13 @@ class Ready:
     errors: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     kept_bytes: int | None = None
+    setup_s: float = 0.0
     digests: dict[str, int] = field(default_factory=dict)
     trains: bool = False
+
+    @property
+    def ours(self) -> bool:
+        return self.entry.name.startswith(results.OURS)
 
     def error(self, pass_name: str) -> float | None:
         """The largest error of what a pass computes."""
@@ -216,7 +222,7 @@ class Runner:
     def _prepare(self, entry: Entry, work: Work, oracle: Oracle) -> Ready | None:
         """Set a program up, compare its numbers once, or note why it is missing."""
         options = replace(self.options, config=entry.config) if entry.config else self.options
-        failure, program = "", None
+        failure, program, begin = "", None, self.clock.now()
         try:
             program = make_program(entry.name, work, options)
             ready = Ready(entry, program)
@@ -238,9 +244,10 @@ class Runner:
             if failure:
                 self._free()
                 self._miss(entry, work.bench, failure, "backward")
+        ready.setup_s = self.clock.now() - begin
         note = f" ({program.note})" if program.note else ""
         worst = max(ready.errors.values(), default=0.0)
-        self.say(f"  {entry.label}{note}: largest error {worst:.1e}")
+        self.say(f"  {entry.label}{note}: error {worst:.1e}, set up in {ready.setup_s:.1f} s")
         return ready
 
     def _wants_backward(self) -> bool:
@@ -253,7 +260,8 @@ class Runner:
         if "forward" in program.passes:
             output = program.output(raw).detach()
             ready.errors["output"] = oracle.output_error(output)
-            ready.digests["output"] = digest(output)
+            if ready.ours:
+                ready.digests["output"] = digest(output)
             del output
         del raw
         peak = None if program.remote else self._peak(lambda: program.forward(0))
@@ -275,7 +283,8 @@ class Runner:
         self.clock.wait()
         del saved
         ready.errors.update(oracle.gradient_errors(found))
-        ready.digests.update({name: digest(value) for name, value in found.items()})
+        if ready.ours:
+            ready.digests.update({name: digest(value) for name, value in found.items()})
         del found
         self._free()
 
@@ -307,7 +316,7 @@ class Runner:
 
     def _compare_bits(self, bench: BenchShape, ready: Sequence[Ready]) -> None:
         """Ours must give the same bits for every configuration and number of ranks."""
-        ours = [r for r in ready if r.entry.name.startswith(results.OURS)]
+        ours = [r for r in ready if r.ours]
         if len(ours) < 2:
             return
         first = ours[0].digests
@@ -386,7 +395,7 @@ class Runner:
     def _measure_phases(self, items: Sequence[Item], deadline: Deadline, bench: BenchShape) -> None:
         for item in items:
             program = item.ready.program
-            ours = item.ready.entry.name.startswith(results.OURS) and not self.options.reference
+            ours = item.ready.ours and not self.options.reference
             if not ours or item.pass_name == "backward" or not item.windows or deadline.over:
                 continue
             calls = int(min(max(_PHASES_MS / max(item.windows[0].median, 1e-3), 3), 200))
@@ -448,6 +457,7 @@ class Runner:
             "calls": summary.calls,
             "error": ready.error(item.pass_name),
             "ok": ready.ok(item.pass_name),
+            "setup_s": ready.setup_s,
             "note": program.note,
         }
         if ready.entry.setting:
@@ -456,28 +466,3 @@ class Runner:
         if target is not None:
             row["target"] = target
         return row
-
-
-def digest(tensor: Tensor) -> int:
-    """A number that differs, but for a chance of 2⁻⁶⁴, where any bit of the tensor does.
-
-    Exact integer arithmetic on the device: the sum of each word times an odd factor that depends on
-    its place.
-    """
-    words = (
-        tensor.detach()
-        .contiguous()
-        .view(
-            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        )
-    )
-    total = 0
-    step = 1 << 24
-    flat = words.flatten()
-    for start in range(0, len(flat), step):
-        part = flat[start : start + step].long()
-        place = torch.arange(start, start + len(part), device=part.device)
-        factor = (place * 0x9E3779B1 + 0x85EBCA6B) | 1
-        factor = (factor ^ (factor >> 15)) * 0xC2B2AE35 | 1
-        total = (total + int((part * factor).sum())) % (1 << 64)
-    return total

@@ -174,7 +174,7 @@ def fit_tokens(
             raise ShapeError(
                 "the weights must fit the free memory",
                 f"{memory_bytes(shape, programs, passes, sets) / 2**30:.1f} GiB needed, "
-                f"{free_bytes / 2**30:.1f} GiB free",
+                f"{limit / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} free may be used",
                 "Lower E, H or I, or measure fewer programs",
             )
         shape = dataclasses.replace(shape, num_tokens=shape.num_tokens // 2)

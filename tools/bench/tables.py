@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -54,7 +55,9 @@ def _header(document: Mapping[str, Any]) -> Text:
 
 def rows_table(rows: Sequence[results.Row]) -> Table:
     """One line per program and pass, grouped by shape."""
-    table = Table(title="Whole layer, medians", title_justify="left")
+    table = Table(
+        title="Whole layer, medians", title_justify="left", box=box.SIMPLE, pad_edge=False
+    )
     table.add_column("pass")
     table.add_column("program", overflow="fold")
     columns = ("ms", "±%", "TFLOP/s", "of cuBLAS", "of ceiling", "ours is", "MHz", "W")
@@ -100,7 +103,12 @@ def phases_table(entries: Sequence[Mapping[str, Any]]) -> Table:
     names: list[str] = []
     for entry in entries:
         names += [name for name in entry["phases"] if name not in names]
-    table = Table(title="Inside our calls, ms (and share)", title_justify="left")
+    table = Table(
+        title="Inside our calls, ms (and share)",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     table.add_column("shape", no_wrap=True)
     table.add_column("program, pass")
     for name in names:
@@ -119,7 +127,12 @@ def phases_table(entries: Sequence[Mapping[str, Any]]) -> Table:
 
 def means_table(means: Sequence[Mapping[str, Any]]) -> Table:
     """Geometric means of how many times faster ours is."""
-    table = Table(title="Ours against, geometric means over shapes", title_justify="left")
+    table = Table(
+        title="Ours against, geometric means over shapes",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     for column in ("program", "pass"):
         table.add_column(column)
     for column in ("times faster", "least", "shapes"):
@@ -138,7 +151,12 @@ def means_table(means: Sequence[Mapping[str, Any]]) -> Table:
 def against_table(against: Mapping[str, Any]) -> Table:
     """Ours against an earlier run."""
     title = f"Against {against['file']} ({against['date']}, {against['device']}), margin "
-    table = Table(title=f"{title}{100 * against['margin']:g} %", title_justify="left")
+    table = Table(
+        title=f"{title}{100 * against['margin']:g} %",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     for column in ("shape", "pass", "program", "basis"):
         table.add_column(column)
     table.add_column("speed now / then", justify="right")

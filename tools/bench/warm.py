@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,26 +67,35 @@ class Compilation:
 
     def __init__(self, specs: Sequence[Any], workers: int | None = None) -> None:
         todo = missing(specs)
-        count = min(
-            len(todo), workers if workers is not None else max((os.cpu_count() or 2) - 1, 1)
-        )
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        most = workers if workers is not None else max((os.cpu_count() or 2) - 1, 1)
+        count = min(len(todo), most)
         # One kernel alone gains nothing from a second process.
         shares = [todo[n::count] for n in range(count)] if count > 1 else []
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._logs = [tempfile.TemporaryFile() for _ in shares]  # noqa: SIM115  wait closes them
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", _WORKER, base64.b64encode(pickle.dumps(share)).decode()],
-                env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, "PYTHONPATH": path},
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=log,
             )
-            for share in shares
+            for share, log in zip(shares, self._logs, strict=True)
         ]
 
-    def wait(self, seconds: float = 600.0) -> None:
-        for process in self.processes:
+    def wait(self, seconds: float = 600.0) -> list[str]:
+        """The last words of workers that failed."""
+        failures = []
+        for process, log in zip(self.processes, self._logs, strict=True):
             try:
-                process.wait(timeout=seconds)
+                code = process.wait(timeout=seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
-        self.processes = []
+                code = process.wait()
+            with log:
+                log.seek(0)
+                lines = log.read().decode(errors="replace").strip().splitlines()
+            if code:
+                failures.append(lines[-1] if lines else f"ended with code {code}")
+        self.processes, self._logs = [], []
+        return failures

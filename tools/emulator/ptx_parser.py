@@ -184,8 +184,17 @@ class _Body:
         if text.startswith(".reg"):
             kind, names = text.split(None, 2)[1:]
             kind = kind.lstrip(".")
+            parts = ""
+            if kind in ("v2", "v4"):
+                parts = "xyzw"[: int(kind[1])]
+                kind, names = names.split(None, 1)
+                kind = kind.lstrip(".")
             for item in names.split(","):
                 item = item.strip()
+                if parts:
+                    for part in parts:
+                        self._declare(f"{item}.{part}", kind)
+                    continue
                 m = re.fullmatch(r"([\w$%]+)<(\d+)>", item)
                 if m:
                     for i in range(int(m.group(2))):
@@ -228,6 +237,9 @@ class _Body:
         value = immediate(text)
         if value is not None:
             return ("i", value)
+        parts = [self._name(f"{text}.{p}") for p in "xyzw"]
+        if parts[0] in self.kernel.registers:
+            return ("v", [("r", p) for p in parts if p in self.kernel.registers])
         name = self._name(text)
         if name in self.kernel.registers or name.startswith("%"):
             return ("r", name)

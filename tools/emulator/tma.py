@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from mok.tools.emulator import layout as L
+from mok.tools.emulator.asyncops import complete_tx
 from mok.tools.emulator.errors import EmulatorError
 from mok.tools.emulator.machine import Cta, Machine, Warp
+from mok.tools.emulator.ptx_parser import type_size
 
 _OFFSET = (1 << L.RANK_SHIFT) - 1
 # Element types of a tensor map, by its 4-bit code.
@@ -422,7 +424,38 @@ def op_nothing(machine: Machine, w: Warp, op: Any) -> None:
     """Prefetches have no effect here."""
 
 
+def op_store_async(machine: Machine, w: Warp, op: Any) -> None:
+    """st.async: a remote store of registers that signals an mbarrier beside it."""
+    width = type_size(op.ins.mods[-1])
+    rows = op.operands[1][1] if isinstance(op.operands[1], tuple) else [op.operands[1]]
+    for lane in w.lanes():
+        dst = generic_smem(_mem(w, op.operands[0], lane))
+        barrier = generic_smem(_mem(w, op.operands[2], lane))
+        mask = (1 << 8 * width) - 1
+        raw = b"".join((w.value(r, lane) & mask).to_bytes(width, "little") for r in rows)
+        data = np.frombuffer(raw, dtype=np.uint8)
+        cluster, rank, at = w.cta.cluster, dst >> L.RANK_SHIFT, dst & _OFFSET
+        if at % width or at + data.size > w.cta.smem.size or rank >= len(cluster.ctas):
+            raise EmulatorError("a remote store must be aligned and inside the cluster", hex(dst))
+
+        def run(
+            data: np.ndarray = data,
+            rank: int = rank,
+            at: int = at,
+            barrier: int = barrier,
+            cluster: Any = cluster,
+        ) -> None:
+            cta = cluster.ctas[rank]
+            if machine.checker is not None:
+                machine.checker.smem(cta, at, data.size, True)
+            cta.smem[at : at + data.size] = data
+            complete_tx(machine, cluster, barrier >> L.RANK_SHIFT, barrier & _OFFSET, data.size)
+
+        machine.engine.submit("st.async", w, [run])
+
+
 HANDLERS = {
+    "st.async": op_store_async,
     "cp.async.bulk.commit_group": op_commit,
     "cp.async.bulk.wait_group": op_wait,
     "cp.async.bulk.prefetch": op_nothing,

@@ -211,8 +211,8 @@ def _costs(
     steps = -(-depth // 64)
     busy = costs.busy(steps, precise)
     if scenario.direct:
-        # Weight gradients gather dy (A) or x (B) in place, column by column.
-        wide = np.where(step == bw.WDOWN, tile.m, tile.down_n)
+        # Weight gradients gather dy or x in place, column by column.
+        wide = np.where(step == bw.WDOWN, tile.m, table["gathered_columns"])
         gather = steps * 64 * 2 * wide / costs.cluster / table["gather_columns_bytes_per_s"]
         busy = np.where(weight & ~precise, np.maximum(busy, gather), busy)
     chunks = np.where(step == bw.REPLAY, 2 * (tile.up_n // 64), tile.down_n // 64)
@@ -222,14 +222,12 @@ def _costs(
 
     expert = spread(load.blocks_of_expert)
     near = np.append(costs.neighbours(expert, p.mb_blocks), 1.0)
-    rows_kind = ~weight
     sharing = np.where(precise, tile.group_m, near[np.minimum(d.block, len(near) - 1)])
-    sharing = np.where(weight, np.where(step == bw.WDOWN, p.wdown_m, p.wgate_m), sharing)
+    sharing = np.where(weight, p.w_m, sharing)
     n_tiles = np.select(
-        [step == bw.REPLAY, (step == bw.DDOWN) | (step == bw.WDOWN)], [p.n_up, p.n_ddown], p.n_dx
+        [step == bw.REPLAY, (step == bw.DDOWN) | weight], [p.n_up, p.n_ddown], p.n_dx
     )
     hbm = costs.operand_bytes(depth, np.minimum(sharing, tile.group_m), n_tiles, precise)
     outputs = np.select([step == bw.REPLAY, step == bw.DDOWN], [2 * tile.up_n, 5 * tile.down_n],
                         tile.down_n)  # fmt: skip
-    hbm = hbm + 2 * tile.m * outputs * np.where(rows_kind | (depth >= 0), 1, 0)
-    return busy, tail, hbm, costs.flops(steps, precise)
+    return busy, tail, hbm + 2 * tile.m * outputs, costs.flops(steps, precise)

@@ -17,6 +17,12 @@ from mok.tools.simulator.work import Items, Pipeline, singles
 Array = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+
+def ours_calibration(arch: str) -> str:
+    """Name of the calibration of our kernels on an architecture."""
+    return "ours_sm90" if arch == "sm_90a" else "ours_sm100"
+
+
 K_STEP = 64  # columns of the contraction in one step of the main loop, BF16
 PADDING_ROW_S = 0.4e-6  # clearing a row
 
@@ -45,7 +51,7 @@ class Costs:
         tile = Tile() if hopper else Tile(m=256, group_m=8)
         return cls(
             scenario.machine,
-            calibration("ours_sm90" if hopper else "ours_sm100"),
+            calibration(ours_calibration(scenario.machine.arch)).replace(**scenario.overrides),
             tile,
             f"{tile.m}x{tile.down_n}",
             "bf16" if hopper else scenario.precision,

@@ -283,9 +283,7 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         counts[m] = len(b.phases.kind) - begun
     if not slots:
         for m, macro in enumerate(macros):
-            b.counters.targets[free + m] = _arrivals(b.phases, free + m) + sum(
-                pushes[s] for s in macro
-            )
+            b.counters.targets[free + m] = _arrivals(b.phases, free + m) + plan.pushes_in(macro)
     plan.backward(dy_ready, x_ready, dx_ready, free, owner, b.ring)
     return b.work(plan, len(b.phases.kind))
 

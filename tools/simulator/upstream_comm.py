@@ -86,6 +86,10 @@ class CommPlan:
                 found[list({self._minibatch(half) for half in touched})] += 1
         return found.tolist()
 
+    def pushes_in(self, macro: list[int]) -> int:
+        """Push tasks of a macrobatch."""
+        return len(self._push_halves(macro))
+
     # ---- tasks ----
 
     def pulls(self, macro: list[int], waits: list[Ids], ready: int) -> list[Move]:

@@ -32,7 +32,7 @@ class UpstreamCosts:
     def of(cls, scenario: Scenario, load: RankLoad) -> UpstreamCosts:
         costs = Costs(
             scenario.machine,
-            calibration("upstream_sm100"),
+            calibration("upstream_sm100").replace(**scenario.overrides),
             Tile(m=256, up_n=256, down_n=256, group_m=8),
             "256x256",
             scenario.precision,
@@ -100,7 +100,10 @@ class UpstreamCosts:
         # The expert of a routed task is searched for; the shared expert's is known.
         experts = len(self.load.counts)
         scan = t["search_s"] if self.scenario.switches.prefix_search else t["scan_s"] * experts / 2
-        start = t["task_s"] + np.where(precise, 0.0, scan)
+        scans = (
+            np.isin(kind, (1, 3, 4, 6, 9)) & ~precise
+        )  # a weight gradient's expert is a quotient
+        start = t["task_s"] + np.where(scans, scan, 0.0)
         busy = np.where(gemm, costs.busy(steps, precise) + start, 0.0)
         scale = width / np.where(np.isin(kind, (5,)), 4, 6)
         swiglu = np.where(precise | (not self.mxfp8), t["swiglu_task_s"], t["swiglu_mxfp8_task_s"])

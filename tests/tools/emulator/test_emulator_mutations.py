@@ -1,4 +1,4 @@
-"""Damage to every wait, arrive, fence and count of a pipeline is noticed; the pipeline itself is not."""
+"""Every damage to a pipeline's waits, arrives, fences and counts is noticed; no false report."""
 
 import numpy as np
 import pytest

@@ -61,3 +61,9 @@ def test_immediates(text, value):
 def test_a_missing_label_is_an_error():
     with pytest.raises(EmulatorError, match="branch target"):
         body_of("bra NOWHERE;")
+
+
+def test_vector_registers_are_their_parts():
+    k = body_of("{\n.reg .v2 .b32 v;\nmov.s32 v.x, 1;\nmov.s32 v.y, 2;\nst.b64 [%rd1], v;\n}")
+    store = k.code[2]
+    assert store.operands[1] == ("v", [k.code[0].operands[0], k.code[1].operands[0]])

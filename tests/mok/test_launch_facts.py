@@ -1,0 +1,93 @@
+"""How often and what the layer launches, read in the emulator and without running anything."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mok.config import Shape
+from mok.reference import integer_case
+from tests.helpers_layer import SMALL, Layer, run_layer
+
+pytest.importorskip("numba", reason="the emulator needs numba")
+pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
+
+pytestmark = pytest.mark.emulator
+
+
+def emulator(num_sms: int = 6):
+    from mok.tools.emulator import Emulator
+
+    return Emulator("sm_90a", num_sms=num_sms)
+
+
+def launched(machine) -> list[str]:
+    """Names of the kernels that ran, without the number that makes a symbol unique."""
+    return [record.kernel.rpartition("_")[0] for record in machine.report.launches]
+
+
+SCHEDULE = ["schedule_count", "schedule_scan", "schedule_place"]
+
+
+@pytest.mark.parametrize("save_context", [False, True])
+@pytest.mark.parametrize("shared", [None, 64])
+@pytest.mark.parametrize("ep_size", [1, 2, 3])
+def test_one_megakernel_per_rank_and_direction(ep_size, shared, save_context):
+    case = integer_case(Shape(60, 64, 64, 6, 2, 1, shared))
+    with emulator() as machine, Layer(case, ep_size) as layer:
+        schedule = layer.build_schedule()
+        assert launched(machine) == ["stage_ids"] * ep_size + SCHEDULE * ep_size
+        machine.report.launches.clear()
+        layer(schedule=schedule, save_context=save_context)
+        path = "direct" if ep_size == 1 else "ring"
+        megakernel = f"forward_{path}" + ("_save" if save_context else "")
+        # No kernel lies between the ranks' megakernels: those are the two barriers' only content.
+        assert launched(machine) == [megakernel] * ep_size + [f"token_sum_{path}"] * ep_size
+
+
+def test_an_empty_call_sums_nothing():
+    case = integer_case(Shape(0, 64, 64, 4, 2))
+    with emulator() as machine:
+        run_layer(case)
+    assert launched(machine) == ["stage_ids", *SCHEDULE, "forward_direct"]
+
+
+@pytest.mark.parametrize("reserved", [0, 1, 3])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_the_grid_leaves_reserved_sms_free(ep_size, reserved):
+    case = integer_case(Shape(150, 64, 256, 8, 3))
+    config = dataclasses.replace(
+        SMALL, reserved_sms=reserved, schedule_capacity_multiplier=4.0, fwd_num_comm_sms=1
+    )
+    with emulator(num_sms=7) as machine:
+        found = run_layer(case, ep_size, config)
+    assert found.facts.grid == 7 - reserved
+    assert found.facts.comm_ctas == (0 if ep_size == 1 else 1)
+    grids = [r.grid[0] for r in machine.report.launches if r.kernel.startswith("forward")]
+    assert grids == [7 - reserved] * ep_size
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_counters_tell_what_was_done(ep_size):
+    case = integer_case(Shape(150, 64 * 5, 64 * 3, 8 * ep_size, 2, 1, 64))
+    with emulator(), Layer(case, ep_size) as layer:
+        found = layer()
+        states = layer.workspace.ring.state()
+    counters, facts = found.counters, found.facts
+    blocks = int(found.schedule.ranks[-1].num_rows) // 128
+    tokens = len(found.outputs[-1])
+    up, down, shared_blocks = -(-192 // 128), -(-320 // 256), -(-tokens // 128)
+    assert found.minibatches == blocks  # one block each
+    assert [(s.minibatch, s.slot) for s in states] == [(i, i % 2) for i in range(blocks)]
+    assert counters["y_ready"][:blocks] == [down] * blocks
+    assert counters["hidden_ready"][:blocks] == [up] * blocks
+    assert counters["shared_hidden_ready"][:shared_blocks] == [1] * shared_blocks
+    tasks = blocks * (up + down) + shared_blocks * (1 + down)
+    # Each compute CTA also draws numbers past the end, one of them ahead.
+    assert tasks < found.tasks_drawn <= tasks + 2 * (facts.grid - facts.comm_ctas)
+    if ep_size > 1:
+        per_block = counters["x_ready"][0]
+        assert counters["x_ready"][:blocks] == counters["y_free"][:blocks] == [per_block] * blocks
+        items = 2 * per_block * blocks
+        assert items < counters["comm_ticket"][0] <= items + 2 * facts.comm_ctas

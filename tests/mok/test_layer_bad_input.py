@@ -1,0 +1,591 @@
+"""Wrong arguments of the layer: each gets an error that names rule, value and remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mok import functional
+from mok.config import Config, Shape
+from mok.errors import (
+    CapacityError,
+    DeviceError,
+    DriverError,
+    DtypeError,
+    GroupError,
+    MissingDependencyError,
+    MokError,
+    ResourceError,
+    RouteError,
+    ShapeError,
+)
+from mok.reference import forward_loop, integer_case
+from mok.runtime import device as runtime_device
+from mok.runtime import driver
+from mok.runtime.group import Group
+from mok.runtime.launch import set_active_emulator
+from tests.helpers_layer import SMALL, Layer, run_layer, with_routes
+
+T, H, I, E, K, SHARED = 12, 128, 64, 4, 2, 192
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@contextlib.contextmanager
+def refused(error: type[MokError], *words: str):
+    """The block raises this error; its text has all the words, and no part is missing."""
+    with pytest.raises(error) as caught:
+        yield
+    found = caught.value
+    for word in words:
+        assert word.lower() in str(found).lower(), f"{word!r} is not in: {found}"
+    assert found.rule, "no rule"
+    assert str(found.value), f"no value: {found}"
+    assert found.remedy, f"no remedy: {found}"
+
+
+class Idle:
+    """Stands in for the emulator and launches nothing: arguments are refused before that."""
+
+    arch = "sm_90a"
+    num_sms = 6
+
+    def launch(self, compiled: Any, args: Any) -> None:
+        raise AssertionError("launched in spite of a wrong argument")
+
+
+@pytest.fixture
+def idle():
+    before = set_active_emulator(Idle())
+    yield
+    set_active_emulator(before)
+
+
+def workspace(ep_size: int = 1, config: Config = SMALL, **changes: Any):
+    sizes = {
+        "max_tokens": T,
+        "hidden_size": H,
+        "intermediate_size": I,
+        "num_experts": E,
+        "topk": K,
+        "shared_intermediate_size": SHARED,
+    }
+    group = Group.virtual(ep_size, torch.device("cpu"))
+    return functional.create_workspace(config, group, **{**sizes, **changes})
+
+
+# ------------------------------------------------------------------ sizes and tunables
+
+SIZES = [
+    ({"topk": 33}, ShapeError, "topk", "32", "33"),
+    ({"topk": 0}, ShapeError, "topk", "1", "0"),
+    ({"hidden_size": 100}, ShapeError, "hidden_size", "multiple of 64", "100", "128"),
+    ({"intermediate_size": 32}, ShapeError, "intermediate_size", "64", "32"),
+    ({"intermediate_size": 0}, ShapeError, "intermediate_size", "at least 1", "0"),
+    ({"shared_intermediate_size": 65}, ShapeError, "shared_intermediate_size", "64", "65"),
+    ({"num_experts": 0}, ShapeError, "num_experts", "at least 1", "0"),
+    ({"num_experts": 2.0}, DtypeError, "num_experts", "int", "2.0"),
+    ({"hidden_size": "128"}, DtypeError, "hidden_size", "int", "'128'"),
+    ({"max_tokens": -1}, ShapeError, "max_tokens", "-1"),
+    ({"max_tokens": 1.5}, DtypeError, "max_tokens", "int", "1.5"),
+    ({"max_tokens": 2**30, "hidden_size": 64}, MokError, "max_tokens", "must be"),
+    ({"num_experts": 6000}, ShapeError, "experts", "5632", "6000", "ranks"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), [(c, e, w) for c, e, *w in SIZES], ids=str)
+def test_sizes(idle, changes, error, words):
+    with refused(error, *words):
+        workspace(**changes)
+
+
+CONFIGS = [
+    ({"minibatch_size": 100}, ShapeError, "minibatch_size", "multiple of 128", "100"),
+    ({"minibatch_size": 0}, ShapeError, "minibatch_size", "0"),
+    ({"macrobatch_size": 200}, ShapeError, "macrobatch_size", "multiple", "200"),
+    ({"fwd_num_comm_sms": 0}, ShapeError, "fwd_num_comm_sms", "at least 1", "0"),
+    ({"fwd_num_comm_sms": 2.5}, DtypeError, "fwd_num_comm_sms", "int", "2.5"),
+    ({"reserved_sms": -1}, ShapeError, "reserved_sms", "-1"),
+    ({"timeout_s": 0.0}, ShapeError, "timeout_s", "positive", "0.0"),
+    ({"timeout_s": float("nan")}, ShapeError, "timeout_s", "finite", "nan"),
+    ({"schedule_capacity_multiplier": -0.5}, ShapeError, "schedule_capacity", "-0.5"),
+    ({"schedule_capacity_multiplier": "1"}, DtypeError, "schedule_capacity", "number", "'1'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"), [(c, e, w) for c, e, *w in CONFIGS], ids=str
+)
+def test_tunables(changes, error, words):
+    with refused(error, *words):
+        dataclasses.replace(SMALL, **changes)
+
+
+FEW_SMS = [  # on 6 SMs
+    (2, {"fwd_num_comm_sms": 6}),
+    (2, {"bwd_num_comm_sms": 6}),
+    (2, {"fwd_num_comm_sms": 3, "reserved_sms": 3}),
+    (1, {"reserved_sms": 6}),
+    (1, {"reserved_sms": 100}),
+]
+
+
+@pytest.mark.parametrize(("ep_size", "changes"), FEW_SMS, ids=str)
+def test_too_few_free_sms(idle, ep_size, changes):
+    config = dataclasses.replace(SMALL, **changes)
+    with refused(ResourceError, "SMs", "comm", "6", "lower"):
+        workspace(ep_size, config)
+    # The tunables of a call may differ from those the workspace was made with.
+    if "bwd_num_comm_sms" not in changes:
+        with workspace(ep_size) as made, refused(ResourceError, "SMs", "comm", "lower"):
+            functional.forward(config, made, schedule_of(made), *arguments(ep_size).values())
+
+
+def test_comm_sms_do_not_count_on_one_rank(idle):
+    workspace(1, dataclasses.replace(SMALL, fwd_num_comm_sms=6)).close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"minibatch_size": 256}, {"macrobatch_size": 128}, {"macrobatch_size": 512}],
+    ids=str,
+)
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_call_cannot_change_what_buffers_are_sized_by(idle, ep_size, changes):
+    config = dataclasses.replace(SMALL, **changes)
+    (name,) = changes
+    with workspace(ep_size, max_tokens=600) as made, refused(MokError, name):
+        functional.forward(config, made, schedule_of(made), *arguments(ep_size).values())
+
+
+# ------------------------------------------------------------------ the ids
+
+
+def ids(count: int = T) -> torch.Tensor:
+    return torch.arange(count * K).view(count, K) % E
+
+
+NOT_IDS = [
+    ("float", lambda: ids().float(), DtypeError, "int64 or int32", "float32"),
+    ("int16", lambda: ids().short(), DtypeError, "int64 or int32", "int16"),
+    ("bool", lambda: ids() > 0, DtypeError, "int64 or int32", "bool"),
+    ("a list", lambda: ids().tolist(), DtypeError, "tensor", "list"),
+    ("None", lambda: None, DtypeError, "tensor", "NoneType"),
+    ("one dimension", lambda: ids().flatten(), ShapeError, "[T, 2]", "[24]"),
+    ("another K", lambda: ids().view(8, 3), ShapeError, "[T, 2]", "[8, 3]"),
+    ("strided", lambda: ids().t().contiguous().t(), ShapeError, "contiguous", "(1, 12)"),
+    ("every other row", lambda: ids(2 * T)[::2], ShapeError, "contiguous", "(4, 1)"),
+    ("elsewhere", lambda: ids().to("meta"), DeviceError, "device", "meta", "cpu"),
+    ("two ranks", lambda: [ids(), ids()], ShapeError, "1 local rank", "2"),
+    ("too many", lambda: ids(T + 1), CapacityError, "max_tokens", "12", "13"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"), [(m, e, w) for _, m, e, *w in NOT_IDS], ids=[n[0] for n in NOT_IDS]
+)
+def test_what_is_no_ids(idle, make, error, words):
+    with workspace() as made:
+        if error is not CapacityError:
+            words = ["top_experts", *words]
+        with refused(error, *words):
+            functional.build_schedule(made, SMALL, make())
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "given", "words"),
+    [(1, 3, ["4", "3"]), (2, [2, 3], ["rank 1", "2", "3"]), (2, [2], ["2", "1"])],
+)
+def test_num_local_experts(idle, ep_size, given, words):
+    with workspace(ep_size) as made, refused(ShapeError, "num_local_experts", *words):
+        tensors = [ids() for _ in range(ep_size)]
+        functional.build_schedule(
+            made, SMALL, tensors if ep_size > 1 else tensors[0], num_local_experts=given
+        )
+
+
+@pytest.mark.parametrize("bad", [E, -2, 2**31, -(2**63)])
+def test_debug_mode_refuses_a_bad_id_at_once(idle, bad):
+    wrong = ids()
+    wrong[7, 1] = bad
+    with workspace() as made:
+        with refused(RouteError, "0…3", "-1", str(bad), "token 7", "k 1"):
+            functional.build_schedule(made, dataclasses.replace(SMALL, debug=True), wrong)
+        made.check()  # nothing was launched, so nothing was noted
+
+
+# ------------------------------------------------------------------ forward's tensors
+
+
+def schedule_of(made) -> functional.Schedule:
+    """A schedule as ``build_schedule`` returns it, without running anything."""
+    ranks = made.group.local_ranks
+    return functional.Schedule([made.new_schedule(r) for r in ranks], [ids() for _ in ranks])
+
+
+def arguments(ep_size: int = 1) -> dict[str, Any]:
+    experts = E // ep_size
+
+    def each(*size: int, dtype: torch.dtype = BF16) -> Any:
+        tensors = [torch.zeros(size, dtype=dtype) for _ in range(ep_size)]
+        return tensors if ep_size > 1 else tensors[0]
+
+    return {
+        "x": each(T, H),
+        "router_weights": each(T, K, dtype=FP32),
+        "shared_gate": torch.zeros(SHARED, H, dtype=BF16),
+        "shared_up": torch.zeros(SHARED, H, dtype=BF16),
+        "shared_down": torch.zeros(H, SHARED, dtype=BF16),
+        "routed_gate": each(experts, I, H),
+        "routed_up": each(experts, I, H),
+        "routed_down": each(experts, H, I),
+    }
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    storage = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
+    return storage[1:].view(tensor.shape)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)[
+        ..., : tensor.shape[-1]
+    ]
+
+
+NAMES = list(arguments())
+WRONG = {
+    "float16": (lambda t: t.half(), DtypeError, "float16"),
+    "float64": (lambda t: t.double(), DtypeError, "float64"),
+    "int32": (lambda t: t.int(), DtypeError, "int32"),
+    "elsewhere": (lambda t: t.to("meta"), DeviceError, "meta"),
+    "strided": (strided, ShapeError, "contiguous"),
+    "transposed": (lambda t: t.transpose(-1, -2), ShapeError, "["),
+    "short": (lambda t: t[1:], ShapeError, "["),
+    "long": (lambda t: torch.cat([t, t[:1]]), ShapeError, "["),
+    "narrow": (lambda t: t[..., :-1].contiguous(), ShapeError, "["),
+    "flat": (lambda t: t.flatten(), ShapeError, "["),
+    "deep": (lambda t: t[None], ShapeError, "["),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_of_the_wrong_kind(idle, name, wrong):
+    change, error, word = WRONG[wrong]
+    given = arguments()
+    given[name] = change(given[name])
+    with workspace() as made, refused(error, name, word):
+        functional.forward(SMALL, made, schedule_of(made), *given.values())
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "router_weights"])
+def test_a_tensor_that_is_not_aligned(idle, name):
+    given = arguments()
+    given[name] = misaligned(given[name])
+    with workspace() as made, refused(ShapeError, name, "16-byte aligned", "clone"):
+        functional.forward(SMALL, made, schedule_of(made), *given.values())
+
+
+def test_router_weights_in_bf16(idle):
+    given = arguments()
+    given["router_weights"] = given["router_weights"].bfloat16()
+    with workspace() as made, refused(DtypeError, "router_weights", "float32", "bfloat16"):
+        functional.forward(SMALL, made, schedule_of(made), *given.values())
+
+
+@pytest.mark.parametrize("name", ["x", "router_weights", "routed_gate", "routed_up", "routed_down"])
+@pytest.mark.parametrize("value", [None, 3.0, "x"])
+def test_what_is_no_tensor(idle, name, value):
+    given = {**arguments(), name: value}
+    with workspace() as made, refused(DtypeError, name, "tensor", type(value).__name__):
+        functional.forward(SMALL, made, schedule_of(made), *given.values())
+
+
+@pytest.mark.parametrize("name", ["x", "router_weights", "routed_gate", "routed_up", "routed_down"])
+def test_one_tensor_per_virtual_rank(idle, name):
+    given = arguments(2)
+    with workspace(2) as made:
+        for value in (given[name][0], given[name][:1], [*given[name], given[name][0]]):
+            with refused(MokError, name, "local rank"):
+                functional.forward(SMALL, made, schedule_of(made), *{**given, name: value}.values())
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_all_of_the_shared_expert_or_nothing(idle, missing):
+    given = arguments()
+    given.update(dict.fromkeys(["shared_down", "shared_gate", "shared_up"][:missing]))
+    with workspace() as made, refused(ShapeError, "shared", "192", "three weights"):
+        functional.forward(SMALL, made, schedule_of(made), *given.values())
+
+
+def test_a_shared_expert_that_the_workspace_has_no_room_for(idle):
+    with (
+        workspace(shared_intermediate_size=None) as made,
+        refused(ShapeError, "shared_intermediate_size", "shared_gate"),
+    ):
+        functional.forward(SMALL, made, schedule_of(made), *arguments().values())
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_the_clamp(idle, limit):
+    with workspace() as made, refused(ShapeError, "swiglu_limit", str(limit)):
+        functional.forward(SMALL, made, schedule_of(made), *arguments().values(), limit)
+
+
+def test_a_closed_workspace(idle):
+    made = workspace()
+    schedule = schedule_of(made)
+    made.close()
+    with refused(ResourceError, "workspace", "open", "closed"):
+        functional.build_schedule(made, SMALL, ids())
+    with refused(ResourceError, "workspace", "open", "closed"):
+        functional.forward(SMALL, made, schedule, *arguments().values())
+
+
+def test_another_number_of_ranks(idle):
+    with workspace(2) as two, workspace(1) as one, refused(MokError, "rank"):
+        functional.forward(SMALL, two, schedule_of(one), *arguments(2).values())
+
+
+# ------------------------------------------------------------------ the machine
+
+
+@pytest.fixture
+def fake_driver(monkeypatch):
+    """A driver of a given version (None: there is no driver)."""
+
+    def install(version: int | None) -> None:
+        def missing(*_: Any) -> Any:
+            raise RuntimeError("no libcuda.so.1")
+
+        success = SimpleNamespace(CUDA_SUCCESS=0)
+        fake = SimpleNamespace(
+            CUresult=success,
+            cuInit=missing if version is None else lambda _: (0,),
+            cuDriverGetVersion=missing if version is None else lambda: (0, version),
+        )
+        monkeypatch.setattr(driver, "bindings", lambda: fake)
+        monkeypatch.setattr(runtime_device, "bindings", lambda: fake)
+
+    for cache in (driver.init, runtime_device._device_info):
+        cache.cache_clear()
+    yield install
+    for cache in (driver.init, runtime_device._device_info):
+        cache.cache_clear()
+
+
+def on_gpu() -> None:
+    functional.create_workspace(
+        SMALL, device="cuda:0", max_tokens=T, hidden_size=H, intermediate_size=I,
+        num_experts=E, topk=K,
+    )  # fmt: skip
+
+
+def test_a_driver_that_is_too_old(fake_driver):
+    fake_driver(12080)
+    with refused(DriverError, "580", "12.8", "update"):
+        on_gpu()
+
+
+def test_no_driver(fake_driver):
+    fake_driver(None)
+    with refused(DriverError, "driver", "no libcuda", "580"):
+        on_gpu()
+
+
+def test_a_workspace_on_the_cpu():
+    with refused(DeviceError, "CUDA", "cpu", "cuda"):
+        functional.create_workspace(
+            SMALL, device="cpu", max_tokens=T, hidden_size=H, intermediate_size=I,
+            num_experts=E, topk=K,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ["cutlass", "cutlass.cute"])
+def test_a_missing_dsl(idle, monkeypatch, tmp_path, module):
+    from mok.runtime import compile as compiler
+
+    monkeypatch.setenv("MOK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_kernels", {})
+    for name in [n for n in sys.modules if n.split(".")[0] == "cutlass"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with workspace() as made, refused(MissingDependencyError, "CuTe DSL", module, "pip install"):
+        functional.build_schedule(made, SMALL, ids())
+
+
+def test_cuda_python_is_missing(fake_driver, monkeypatch):
+    monkeypatch.undo()
+    driver.bindings.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    try:
+        with refused(MissingDependencyError, "cuda-python", "pip install"):
+            on_gpu()
+    finally:
+        driver.bindings.cache_clear()
+
+
+def test_ep_size_is_the_groups(idle):
+    from mok.runtime.workspace import Workspace
+
+    with refused(GroupError, "ep_size", "3", "2"):
+        Workspace(
+            Group.virtual(2),
+            Shape(0, H, I, E, K, 3),
+            SMALL,
+            T,
+            torch.device("cpu"),
+            "sm_90a",
+            "host",
+        )
+
+
+# ------------------------------------------------------------------ where kernels run
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.emulator, id="emulator"),
+        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+    ]
+)
+def device(request):
+    """The device to run on; inside the emulator for the CPU."""
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
+    from mok.tools.emulator import Emulator
+
+    with Emulator("sm_90a", num_sms=6):
+        yield "cpu"
+
+
+BAD_IDS = [
+    (E, torch.int64),
+    (-2, torch.int64),
+    (2**31, torch.int64),
+    (2**32 + 1, torch.int64),
+    (-(2**63), torch.int64),
+    (2**63 - 1, torch.int64),
+    (E, torch.int32),
+    (-(2**31), torch.int32),
+    (2**31 - 1, torch.int32),
+]
+
+
+def exact_case(device: str, **options: Any):
+    return integer_case(Shape(60, H, I, E, K, 1, 64), device=device, **options)
+
+
+@pytest.mark.parametrize(("bad", "dtype"), BAD_IDS, ids=str)
+@pytest.mark.parametrize("ep_size", [1, 3])
+def test_a_bad_id_becomes_a_record_and_a_dropped_route(device, ep_size, bad, dtype):
+    case = exact_case(device)
+    case = dataclasses.replace(case, top_experts=case.top_experts.to(dtype))
+    wrong = case.top_experts.clone()
+    wrong[47, 1] = bad
+    rank, token = (0, 47) if ep_size == 1 else (2, 7)
+    with Layer(with_routes(case, wrong), ep_size, device=device) as layer:
+        schedule = layer.build_schedule()  # raises nothing: the host has not looked
+        with refused(
+            RouteError, "-1", f"0…{E - 1}", f"{bad} ", f"token {token}", "k 1", f"rank {rank}"
+        ):
+            layer.finish()
+        layer.workspace.check()  # told once
+        found = layer(schedule=schedule)
+    wrong[47, 1] = -1
+    assert torch.equal(found.output, forward_loop(with_routes(case, wrong)).bfloat16())
+
+
+def test_a_call_after_a_bad_id_is_not_silent(device):
+    case = exact_case(device)
+    wrong = case.top_experts.clone()
+    wrong[3, 0] = E
+    with Layer(case, device=device) as layer:
+        schedule = layer.build_schedule(with_routes(case, wrong))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        with refused(RouteError, "token 3", str(E)):
+            layer.queue(schedule=schedule)
+        assert torch.equal(layer().output, forward_loop(case).bfloat16())
+
+
+def test_debug_mode_launches_nothing_for_a_bad_id(device):
+    case = exact_case(device)
+    wrong = case.top_experts.clone()
+    wrong[59, 1] = 99
+    config = dataclasses.replace(SMALL, debug=True)
+    with Layer(case, 2, config, device) as layer:
+        with refused(RouteError, "99", "token 29", "k 1"):
+            layer.build_schedule(with_routes(case, wrong))
+        layer.finish()
+        assert torch.equal(layer().output, forward_loop(case).bfloat16())
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_nan_router_weights_reach_their_token_only(device, ep_size):
+    case = exact_case(device)
+    weights = case.router_weights.clone()
+    weights[11, 0] = weights[59, 1] = torch.nan
+    found = run_layer(dataclasses.replace(case, router_weights=weights), ep_size, device=device)
+    want = forward_loop(case).bfloat16()
+    assert found.output[[11, 59]].isnan().all()
+    want[[11, 59]] = torch.nan
+    torch.testing.assert_close(found.output, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_nan_weights_of_dropped_routes_are_not_read(device, ep_size):
+    case = exact_case(device, kind="dropped")
+    weights = case.router_weights.masked_fill(case.top_experts < 0, torch.nan)
+    found = run_layer(dataclasses.replace(case, router_weights=weights), ep_size, device=device)
+    assert torch.equal(found.output, forward_loop(case).bfloat16())
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_more_tokens_than_the_workspace_was_made_for(device, ep_size):
+    case = exact_case(device)
+    with Layer(case, ep_size, device=device, max_tokens=29) as layer:
+        with refused(CapacityError, "max_tokens", "29", "60" if ep_size == 1 else "30"):
+            layer.build_schedule()
+        layer.finish()
+
+
+@pytest.mark.parametrize("lengths", [[15, 45], [33, 27], [1, 1, 58]], ids=str)
+def test_slices_of_tokens_are_good_input(device, lengths):
+    """Router weights and ids are read word by word: they need no more than their own alignment."""
+    case = integer_case(Shape(60, H, I, E, 3), device=device)
+    with Layer(case, len(lengths), device=device, tokens_per_rank=lengths) as layer:
+        layer.split = lambda tensor: list(tensor.split(lengths))
+        assert torch.equal(layer().output, forward_loop(case).bfloat16())
+
+
+@pytest.mark.gpu
+def test_tensors_on_another_device_than_the_workspace():
+    case = exact_case("cuda")
+    with Layer(case, device="cuda") as layer:
+        with refused(DeviceError, "top_experts", "cuda:0", "cpu", ".to("):
+            functional.build_schedule(layer.workspace, SMALL, case.top_experts.cpu())
+        schedule = layer.build_schedule()
+        given = layer.arguments(case)
+        for i, name in enumerate(NAMES):
+            wrong = [*given]
+            wrong[i] = wrong[i].cpu()
+            with refused(DeviceError, name, "cuda:0", "cpu", ".to("):
+                functional.forward(SMALL, layer.workspace, schedule, *wrong)
+        assert torch.equal(layer(schedule=schedule).output, forward_loop(case).bfloat16())
+
+
+@pytest.mark.gpu
+def test_too_few_free_sms_of_a_gpu():
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    config = dataclasses.replace(SMALL, reserved_sms=sms - 2)
+    with refused(ResourceError, "SMs", str(sms), "lower"):
+        Layer(exact_case("cuda"), 2, config, "cuda")
