@@ -250,6 +250,46 @@ def to_device(case: Case, device: torch.device | str) -> Case:
     )
 
 
+def sensitive(case: Case) -> Case:
+    """The case with large terms that cancel, in every sum: rounding then shows its order.
+
+    Of random values, BF16 results hide nearly every change of an FP32 sum's order. Here each gate,
+    up and y has two opposite terms about 2^10 times its value at the ends of its sum, and the
+    first two routes of a token, to one expert, have opposite weights.
+    """
+    hidden, inner = case.shape.hidden_size, case.shape.intermediate_size
+    x, ids, weights = case.x.clone(), case.top_experts.clone(), case.router_weights.clone()
+    first, last = 1, -2
+    x[:, first] = x[:, last] = 64.0
+
+    def opposed(experts: Experts | None) -> Experts | None:
+        if experts is None:
+            return None
+        gate, up, down = experts.gate.clone(), experts.up.clone(), experts.down.clone()
+        for weight in (gate, up):
+            weight[:, last] = weight[:, first]  # two equal columns of hidden
+            weight[..., first] = weight[..., 3] * (16 * hidden**0.5)
+            weight[..., last] = -weight[..., first]
+        down[..., first] = down[..., 3] * (1024 * inner**0.5)
+        down[..., last] = -down[..., first]
+        return Experts(gate, up, down)
+
+    routed = opposed(case.routed)
+    assert routed is not None
+    if ids.shape[1] > 2:
+        ids[:, 1] = ids[:, 0]
+        weights[:, 0] += 700.0
+        weights[:, 1] = -weights[:, 0]
+    return dataclasses.replace(
+        case,
+        x=x,
+        top_experts=ids,
+        router_weights=weights,
+        routed=routed,
+        shared=opposed(case.shared),
+    )
+
+
 def first_tokens(case: Case, count: int) -> Case:
     return dataclasses.replace(
         case,

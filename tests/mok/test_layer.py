@@ -15,7 +15,7 @@ from mok.layer import MoELayer
 from mok.layer_spec import layer_spec
 from mok.runtime.group import Group
 from mok.tools.emulator import Emulator
-from tests.layer_helpers import (
+from tests.module_helpers import (
     SMALL,
     assert_gradient,
     assert_same,
@@ -63,7 +63,8 @@ def test_output_equals_functional() -> None:
     assert torch.equal(out.view(24, 64), expected)
 
 
-@pytest.mark.parametrize("limit", [None, 0.5])
+# Half-way between two BF16 values, so that saved gate and up are on the side of the exact ones.
+@pytest.mark.parametrize("limit", [None, 1 + 2**-8])
 def test_gradients_against_autograd(limit: float | None) -> None:
     """Gated shared expert of another width, an expert without routes, dropped routes, zero and
     negative router weights."""

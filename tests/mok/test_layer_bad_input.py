@@ -320,7 +320,7 @@ def test_one_tensor_per_virtual_rank(idle, name):
 def test_all_of_the_shared_expert_or_nothing(idle, missing):
     given = arguments()
     given.update(dict.fromkeys(["shared_down", "shared_gate", "shared_up"][:missing]))
-    with workspace() as made, refused(ShapeError, "shared", "192", "three weights"):
+    with workspace() as made, refused(ShapeError, "shared", "192", "weights are needed"):
         functional.forward(SMALL, made, schedule_of(made), *given.values())
 
 
@@ -351,6 +351,106 @@ def test_a_closed_workspace(idle):
 def test_another_number_of_ranks(idle):
     with workspace(2) as two, workspace(1) as one, refused(MokError, "rank"):
         functional.forward(SMALL, two, schedule_of(one), *arguments(2).values())
+
+
+# ------------------------------------------------------------------ backward's tensors
+
+
+def context_of(made, ring: int | None = None) -> functional.ForwardContext:
+    """A context as ``forward`` returns it with ``save_context``, without running anything."""
+    ring = made.sizes.ring if ring is None else ring
+    ranks = len(made.group.local_ranks)
+
+    def each(*size: int) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=BF16) for _ in range(ranks)]
+
+    return functional.ForwardContext(
+        x_routed=[None] * ranks if ranks == 1 else each(ring, H),
+        gate_routed=each(ring, I),
+        up_routed=each(ring, I),
+        gate_shared=each(T, SHARED),
+        up_shared=each(T, SHARED),
+    )
+
+
+def gradient_buffers(dtype: torch.dtype = BF16) -> list[Any]:
+    given = arguments()
+    names = ("routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down")
+    return [torch.zeros_like(given[n], dtype=dtype) for n in names]
+
+
+def backward(made, *, context=None, grad_output=None, **options: Any) -> None:
+    functional.backward(
+        SMALL,
+        made,
+        schedule_of(made),
+        context_of(made) if context is None else context,
+        torch.zeros(T, H, dtype=BF16) if grad_output is None else grad_output,
+        *arguments().values(),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_gradient_of_the_wrong_kind(idle, wrong):
+    change, error, word = WRONG[wrong]
+    with workspace() as made, refused(error, "grad_output", word):
+        backward(made, grad_output=change(torch.zeros(T, H, dtype=BF16)))
+
+
+def unsaved(made, what: str) -> functional.ForwardContext | None:
+    context = context_of(made)
+    if what == "None":
+        return None
+    if what == "empty":
+        return functional.ForwardContext()
+    context.gate_shared, context.up_shared = [None], [None]
+    return context
+
+
+@pytest.mark.parametrize("what", ["None", "empty", "without the shared expert"])
+def test_backward_without_a_saved_context(idle, what):
+    with workspace() as made, refused(MokError, "context", "save_context"):
+        functional.backward(
+            SMALL,
+            made,
+            schedule_of(made),
+            unsaved(made, what),
+            torch.zeros(T, H, dtype=BF16),
+            *arguments().values(),
+        )
+
+
+@pytest.mark.parametrize("ring", [128, 1024])
+def test_a_context_of_another_workspace(idle, ring):
+    with workspace(max_tokens=300) as made, refused(MokError, "context", str(ring)):
+        assert made.sizes.ring not in (128, 1024)
+        backward(made, context=context_of(made, ring))
+
+
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("wrong", ["float16", "elsewhere", "strided", "short", "flat"])
+def test_a_main_grad_of_the_wrong_kind(idle, index, wrong):
+    change, error, word = WRONG[wrong]
+    grads = gradient_buffers()
+    grads[index] = change(grads[index])
+    with workspace() as made, refused(error, "grad", word):
+        backward(made, grads=grads, accumulate=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"grad_dtype": torch.float16}, DtypeError, ["bfloat16 or float32", "float16"]),
+        ({"accumulate": True}, ShapeError, ["accumulate", "buffers", "None"]),
+        ({"grads": gradient_buffers()[:5]}, ShapeError, ["6", "5"]),
+        ({"grads": gradient_buffers(), "grad_dtype": FP32}, DtypeError, ["float32", "bfloat16"]),
+    ],
+    ids=["dtype", "nothing to add to", "five", "buffers of another dtype"],
+)
+def test_gradient_options(idle, options, error, words):
+    with workspace() as made, refused(error, "grad", *words):
+        backward(made, **options)
 
 
 # ------------------------------------------------------------------ the machine

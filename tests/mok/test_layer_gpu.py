@@ -21,7 +21,7 @@ from mok.reference import (
     schedule_reference,
 )
 from mok.runtime.device import device_info
-from tests.helpers_layer import Layer, run_layer, to_device, with_routes
+from tests.helpers_layer import Layer, run_layer, sensitive, to_device, with_routes
 
 pytestmark = pytest.mark.gpu
 
@@ -210,11 +210,11 @@ def test_memory_that_held_nan(ep_size, save_context):
 
 @pytest.fixture(scope="module")
 def bits():
-    """A case with every feature, and its output at EP = 1."""
+    """A case whose output shows the order of every sum, and the output at EP = 1."""
     shape = dataclasses.replace(scaled("qwen3-30b-a3b", 4096), shared_intermediate_size=832)
-    case = random_case(shape, kind="skewed", device=DEVICE, seed=2)
+    case = sensitive(random_case(shape, kind="skewed", device=DEVICE, seed=2))
     found = run_layer(case, 1, CONFIG, DEVICE)
-    assert relative_l2(found.output, forward_oracle(case)) <= BF16_LIMIT
+    assert relative_l2(found.output, forward_oracle(case, torch.float64)) <= BF16_LIMIT
     return case, found.output
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mok import functional, ops
 from mok.router import Router
 from mok.tools.emulator import Emulator
-from tests.layer_helpers import assert_same, small_layer, take_grads
+from tests.module_helpers import assert_same, small_layer, take_grads
 
 pytestmark = pytest.mark.emulator
 BACKEND = "aot_eager"  # everything of torch.compile but the code generator of other operators
