@@ -32,7 +32,8 @@ class Costs:
     """Costs of one program in one scenario.
 
     Attributes:
-        comm_sms: SMs that communicate; the others form ``workers`` clusters of ``cluster`` CTAs.
+        comm_sms: SMs that communicate; the others, but for ``reserved_sms``, form ``workers``
+            clusters of ``cluster`` CTAs.
         tile_name: key of the machine's ``tiles``.
     """
 
@@ -44,6 +45,7 @@ class Costs:
     comm_sms: int
     hidden: int
     wire_share: float
+    reserved_sms: int = 0
 
     @classmethod
     def ours(cls, scenario: Scenario) -> Costs:
@@ -58,6 +60,7 @@ class Costs:
             scenario.comm_sms,
             scenario.shape.hidden_size,
             33 / 64 if scenario.mxfp8_wire and scenario.precision == "mxfp8" else 1.0,
+            scenario.config.reserved_sms,
         )
 
     @property
@@ -66,7 +69,7 @@ class Costs:
 
     @property
     def workers(self) -> int:
-        return (self.machine.num_sms - self.comm_sms) // self.cluster
+        return (self.machine.num_sms - self.comm_sms - self.reserved_sms) // self.cluster
 
     @property
     def element_bytes(self) -> float:

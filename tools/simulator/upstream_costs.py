@@ -39,6 +39,7 @@ class UpstreamCosts:
             scenario.comm_sms,
             scenario.shape.hidden_size,
             1.0,
+            scenario.config.reserved_sms,
         )
         return cls(scenario, load, costs)
 

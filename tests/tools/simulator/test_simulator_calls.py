@@ -143,6 +143,20 @@ def test_the_slowest_rank_is_the_one_reported():
     assert found.rank == int(np.argmax(ends))
 
 
+def test_reserved_sms_cost_their_share():
+    one = dataclasses.replace(QWEN, ep_size=1, num_tokens=16384)
+    machine = load_machine("h200").with_constants(power_exponent=0.0)
+    times = [
+        simulate(
+            Scenario(
+                one, dataclasses.replace(CONFIG, reserved_sms=n), machine, routing=balanced(one)
+            )
+        ).kernel_ms
+        for n in (0, 66)
+    ]
+    assert times[1] / times[0] == pytest.approx(2, rel=0.03)
+
+
 def test_virtual_ranks_use_no_link():
     found = simulate(scenario(virtual=True))
     assert "NVLink" not in found.bounds and "barrier before" not in found.phases
