@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from . import ptx
+from .sync import select
 
 # Independent 16-byte transfers per lane before the first is used: 4 KB in flight per warp.
 IN_FLIGHT = 8
@@ -44,6 +45,31 @@ def copy_row(target: Int64, source: Int64, row_bytes: Int64):
 
 
 @cute.jit
+def copy_two_rows(
+    target: Int64, source: Int64, other_target: Int64, other_source: Int64, row_bytes: Int64
+):
+    """One warp copies two rows at once: twice the bytes are on their way over the link."""
+    lane = Int64(cute.arch.lane_idx() * 16)
+    step = 32 * 16 * IN_FLIGHT
+    whole = row_bytes // step
+    for i in cutlass.range(Int32(whole), unroll=1):
+        at = Int64(i) * step + lane
+        values = [ptx.load_16(source + at + Int64(j * 512)) for j in range(IN_FLIGHT)]
+        others = [ptx.load_16(other_source + at + Int64(j * 512)) for j in range(IN_FLIGHT)]
+        for j in cutlass.range_constexpr(IN_FLIGHT):
+            ptx.store_16(target + at + Int64(j * 512), *values[j])
+        for j in cutlass.range_constexpr(IN_FLIGHT):
+            ptx.store_16(other_target + at + Int64(j * 512), *others[j])
+    rest = whole * step + lane
+    for _ in cutlass.range(Int32((row_bytes - whole * step + 511) // 512), unroll=1):
+        if rest < row_bytes:
+            value, other = ptx.load_16(source + rest), ptx.load_16(other_source + rest)
+            ptx.store_16(target + rest, *value)
+            ptx.store_16(other_target + rest, *other)
+        rest += Int64(512)
+
+
+@cute.jit
 def zero_row(target: Int64, row_bytes: Int64):
     """One warp clears a row."""
     zero = Uint32(0)
@@ -66,15 +92,33 @@ def pull_rows(
     warps: cutlass.Constexpr[int],
 ):
     """Rows ``first … first+count`` from their source ranks' buffer [tokens, H] to ``target``; padding is zero."""
-    for i in cutlass.range(warp, count, warps, unroll=1):
+    for i in cutlass.range(2 * warp, count, 2 * warps, unroll=1):
         peer = cute.arch.load(rows.peer_rank + first + i, Int32)
+        other_peer = cute.arch.load(rows.peer_rank + first + i + 1, Int32)
         to = target + Int64(i) * rows.row_bytes
-        if peer >= 0:
-            token = cute.arch.load(rows.peer_token_idx + first + i, Int32) // topk
-            source = source_base + Int64(peer) * rows.rank_stride + Int64(token) * rows.row_bytes
-            copy_row(to, source, rows.row_bytes)
+        other_to = to + rows.row_bytes
+        source = source_row(rows, first + i, peer, source_base, topk)
+        other_source = source_row(rows, first + i + 1, other_peer, source_base, topk)
+        # Padding follows a segment's last row, so a first row of padding means two.
+        if other_peer >= 0:
+            copy_two_rows(to, source, other_to, other_source, rows.row_bytes)
         else:
-            zero_row(to, rows.row_bytes)
+            zero_row(other_to, rows.row_bytes)
+            if peer >= 0:
+                copy_row(to, source, rows.row_bytes)
+            else:
+                zero_row(to, rows.row_bytes)
+
+
+def source_row(rows: Rows, row: Int32, peer: Int32, base: Int64, topk: Int32) -> Int64:
+    """Address of a row's token on its own rank (any valid address for padding)."""
+    token = cute.arch.load(rows.peer_token_idx + row, Int32) // topk
+    valid = peer >= 0
+    return (
+        base
+        + Int64(select(valid, peer, Int32(0))) * rows.rank_stride
+        + Int64(select(valid, token, Int32(0))) * rows.row_bytes
+    )
 
 
 @cute.jit
@@ -88,9 +132,24 @@ def push_rows(
     warps: cutlass.Constexpr[int],
 ):
     """Rows at ``source`` to their routes' slots [tokens*K, H] on the tokens' own ranks; padding is skipped."""
-    for i in cutlass.range(warp, count, warps, unroll=1):
+    for i in cutlass.range(2 * warp, count, 2 * warps, unroll=1):
         peer = cute.arch.load(rows.peer_rank + first + i, Int32)
-        if peer >= 0:
-            slot = cute.arch.load(rows.peer_token_idx + first + i, Int32)
-            target = target_base + Int64(peer) * rows.rank_stride + Int64(slot) * rows.row_bytes
-            copy_row(target, source + Int64(i) * rows.row_bytes, rows.row_bytes)
+        other_peer = cute.arch.load(rows.peer_rank + first + i + 1, Int32)
+        at = source + Int64(i) * rows.row_bytes
+        target = slot_row(rows, first + i, peer, target_base)
+        other_target = slot_row(rows, first + i + 1, other_peer, target_base)
+        if other_peer >= 0:
+            copy_two_rows(target, at, other_target, at + rows.row_bytes, rows.row_bytes)
+        elif peer >= 0:
+            copy_row(target, at, rows.row_bytes)
+
+
+def slot_row(rows: Rows, row: Int32, peer: Int32, base: Int64) -> Int64:
+    """Address of a row's slot on its token's rank (any valid address for padding)."""
+    slot = cute.arch.load(rows.peer_token_idx + row, Int32)
+    valid = peer >= 0
+    return (
+        base
+        + Int64(select(valid, peer, Int32(0))) * rows.rank_stride
+        + Int64(select(valid, slot, Int32(0))) * rows.row_bytes
+    )

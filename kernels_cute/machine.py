@@ -120,6 +120,21 @@ def check_scheduling(arch: str, scheduling: str | None) -> str:
     return scheduling
 
 
+def launch_grid(
+    arch: str, scheduling: str | None, num_sms: int, num_comm_ctas: int, tasks: int
+) -> int:
+    """CTAs to launch for about ``tasks`` compute tasks (a hint: any grid computes everything).
+
+    With launch control one cluster per task, so that clusters which are not running can be cancelled or,
+    when someone else needs the SMs, started later; otherwise what fits ``num_sms`` at once.
+    """
+    ctas = machine_of(arch).ctas
+    wanted = num_comm_ctas + ctas * max(1, tasks)
+    if check_scheduling(arch, scheduling) == "clc":
+        return wanted
+    return min(wanted, num_sms // ctas * ctas)
+
+
 def check_launch(
     arch: str, grid: int, num_comm_ctas: int, num_sms: int, minibatch: int, macrobatch: int
 ) -> None:

@@ -255,9 +255,9 @@ class MegaKernel:
 
     @cute.jit
     def hopper_roles(self, ctx, prog, shared, warp):
-        """Register budget: 4 warps of 80, 8 warps of 208."""
+        """Register budget: 4 warps of 88, 8 warps of 208 (128·88 + 256·208 = what the CTA was launched with)."""
         if warp < 4:
-            cute.arch.setmaxregister_decrease(80)
+            cute.arch.setmaxregister_decrease(88)
             if warp == LOAD_WARP:
                 self.load_role(ctx, prog, shared)
             elif warp == STORE_WARP:

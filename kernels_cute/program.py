@@ -67,7 +67,7 @@ class Tile:
     up_n: int = 128
     down_n: int = 256
     group_m: int = 16
-    comm_m: int = 32
+    comm_m: int = 64
     signals: int = 1
 
 

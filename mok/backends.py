@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from mok.runtime.device import DeviceInfo
 
 KERNEL_ARCHS = ("sm_90a",)
-"""Architectures with a forward kernel. A GPU of another one falls back to the reference."""
+"""Architectures whose kernels have run on a GPU. Another GPU falls back to the reference."""
+COMPILED_ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+"""Architectures with a forward kernel: on request also where it has only been emulated."""
 
 EMULATED_SMS = 8
 
@@ -76,7 +78,7 @@ def choose_backend(arch: str | None = None, emulate: bool = False) -> Backend:
         arch = arch or KERNEL_ARCHS[0]
         require_kernel(arch)
         return Backend("emulator", f"{arch} in the emulator", arch, cpu)
-    info, reason = _usable_gpu()
+    info, reason = _usable_gpu(KERNEL_ARCHS if arch is None else COMPILED_ARCHS)
     if arch is not None:
         require_kernel(arch)
         if info is None or info.arch != arch:
@@ -93,23 +95,26 @@ def choose_backend(arch: str | None = None, emulate: bool = False) -> Backend:
 
 def require_kernel(arch: str) -> None:
     """Raise DeviceError unless there is a forward kernel for ``arch``."""
-    if arch not in KERNEL_ARCHS:
+    if arch not in COMPILED_ARCHS:
         raise DeviceError(
             "a forward kernel must exist for the architecture",
             arch,
-            f"Kernels exist for: {', '.join(KERNEL_ARCHS)}",
+            f"Kernels exist for: {', '.join(COMPILED_ARCHS)}",
         )
 
 
-def _usable_gpu() -> tuple[DeviceInfo | None, str]:
-    """The current GPU if a kernel can run on it, else None and the reason."""
+def _usable_gpu(archs: Sequence[str]) -> tuple[DeviceInfo | None, str]:
+    """The current GPU if its architecture is among ``archs``, else None and the reason."""
     from mok.runtime.device import best_backend
 
     found = best_backend()
     if found.device is None or found.arch is None:
         return None, found.reason
-    if found.arch not in KERNEL_ARCHS:
-        return None, f"no kernel yet for {found.device.name} ({found.arch})"
+    if found.arch not in archs:
+        return None, (
+            f"the kernel for {found.device.name} ({found.arch}) has not run on hardware yet;"
+            f" --arch {found.arch} runs it"
+        )
     if not torch.cuda.is_available():
         return None, f"{found.device.name} is present, but this torch was built without CUDA"
     return found.device, ""

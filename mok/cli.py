@@ -13,7 +13,19 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from mok.commands import bench, check, compile, demo, doctor, tune, wave
+from mok.commands import (
+    bench,
+    check,
+    compile,
+    demo,
+    doctor,
+    emulate,
+    plan,
+    simulate,
+    trace,
+    tune,
+    wave,
+)
 from mok.errors import MokError
 
 
@@ -36,7 +48,9 @@ class Command(Protocol):
         """Print the document for people."""
 
 
-COMMANDS: tuple[Command, ...] = (demo, check, compile, bench, tune, wave, doctor)
+COMMANDS: tuple[Command, ...] = (
+    demo, check, compile, bench, tune, wave, plan, simulate, trace, emulate, doctor,
+)  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -240,7 +240,8 @@ class Config:
         if shape.ep_size == 1:
             # Nothing to overlap: the fewer minibatches cut an expert, the less often its weights are
             # read (docs/measurements/h200.md: 609 → 637 TFLOP/s on Mixtral).
-            minibatch = min(-(-rows // tile) * tile, _MAX_DIRECT_MINIBATCH)
+            count = max(1, -(-rows // _MAX_DIRECT_MINIBATCH))
+            minibatch = max(1, -(-rows // (count * tile))) * tile
         ring = min(_RING_MINIBATCHES, max(1, -(-rows // minibatch)))
         suggested = cls(
             fwd_num_comm_sms=_even(_FWD_COMM_FRACTION * num_sms),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,8 +73,17 @@ class HFLayer(MoELayer):
         return (first, second) if first.is_floating_point() else (second, first)
 
 
+@cache
+def _recorded_class(block: Any) -> type[HFLayer]:
+    """An HFLayer that also is a ``block``: transformers 4 collects the router logits, from which it
+    makes the load-balancing loss, from what instances of the block's class return."""
+    return type(block.__name__, (HFLayer, block), {"__doc__": HFLayer.__doc__})
+
+
 def is_moe_block(module: nn.Module) -> bool:
     """Whether ``from_hf`` takes this module."""
+    if isinstance(module, MoELayer):
+        return False
     return any(cls.__name__ in BLOCKS for cls in type(module).__mro__)
 
 
@@ -108,7 +118,9 @@ def from_hf(module: nn.Module, **options: Any) -> MoELayer:
     _check_members(module, {"gate", "experts", shared_name, "shared_expert_gate"})
     router, returns_logits = _read_router(module, len(down))
     topk = _topk(module)
-    layer = HFLayer(
+    block: Any = type(module)
+    kind = _recorded_class(block) if returns_logits else HFLayer
+    layer = kind(
         down.shape[1],
         down.shape[2],
         len(down),

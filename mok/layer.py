@@ -79,7 +79,7 @@ class MoELayer(nn.Module):
         device: Any = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not super(): a subclass may also have a block's class as base
         if dtype not in (torch.bfloat16, torch.float32):
             raise DtypeError("parameters are bfloat16 or float32", dtype)
         if gated_shared and shared_intermediate_size is None:

@@ -1,4 +1,4 @@
-"""Timelines: one event format for hardware, emulator and simulator, and the reader of kernel records."""
+"""Timelines: one event format for hardware, emulator and simulator; reading kernel records."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def call(name: str, device: torch.device, config: dict, **arguments) -> None:
     assert set(arguments) == set(names), set(arguments) ^ set(names)
     values = [arguments[n] for n in names]
     launch(
-        get_kernel(KernelSpec.of(name, arch_of(device), KERNELS[name], **config)),
+        get_kernel(KernelSpec(name, arch_of(device), KERNELS[name], tuple(config.items()))),
         *(address(v) if isinstance(v, Tensor) else v for v in values),
         stream_of(device),
     )
@@ -260,7 +260,7 @@ class _Rank:
         call(
             "forward",
             run.device,
-            {"direct": run.direct, "save_context": True},
+            {"arch": arch_of(run.device), "direct": run.direct, "save_context": True},
             x=run.views["x"][self.rank],
             x_ring=self.saved_x,
             hidden=self.kept(run.full(run.macrobatch, run.intermediate)),

@@ -11,7 +11,7 @@ from torch import Tensor
 from mok.config import Shape
 from mok.kernels_cute.machine import check_launch, machine_of
 from mok.kernels_cute.program import counter_layout
-from mok.reference import Case, RankSchedule, schedule_reference, token_sum
+from mok.reference import Case, schedule_reference, token_sum
 from mok.runtime.compile import Kernel, KernelSpec, get_kernel
 from mok.runtime.launch import launch
 from tests.helpers import stream_of
@@ -102,7 +102,7 @@ class ForwardRun:
         experts = case.routed[local.start : local.stop]
         tokens, topk = self.ids[rank].shape
         rows = schedule.num_tokens
-        blocks = rows // self.tile
+        blocks = max(rows // self.tile, 1)
         minibatches = -(-rows // self.minibatch) + 1
         layout = counter_layout(minibatches, blocks, -(-tokens // self.tile))
         words = lambda size: torch.zeros(max(size, 1), dtype=torch.int32, device=self.device)  # noqa: E731
@@ -161,7 +161,7 @@ class ForwardRun:
             self.macrobatch,
             len(b["y"]),
             minibatches,
-            max(blocks, 1),
+            blocks,
             self.num_comm_ctas,
             self.grid,
             rank,
@@ -181,16 +181,12 @@ class ForwardRun:
         tokens, topk = self.ids[rank].shape
         hidden = self.case.x.shape[1]
         if self.direct:
-            rows = self.schedules[rank].route_row.to(self.device)
-            slots = self.saved[rank]["y"][rows.clamp(min=0).long()]
+            rows = self.schedules[rank].route_row
+            assert rows is not None
+            slots = self.saved[rank]["y"][rows.to(self.device).clamp(min=0).long()]
         else:
             slots = self.heap[rank * self.stride + self.slots_at :][: tokens * topk * hidden]
             slots = slots.view(tokens * topk, hidden)
         weights = self.case.router_weights.split(self.lengths)[rank]
         y_shared = self.saved[rank]["shared_y"][:tokens] if self.case.shared else None
         return token_sum(slots, weights, self.ids[rank], y_shared)
-
-
-def schedule_rows(run: ForwardRun) -> list[RankSchedule]:
-    """The schedules a run used."""
-    return run.schedules

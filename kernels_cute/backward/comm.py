@@ -112,15 +112,15 @@ class CommRoles:
                 rows, item.row, count, buffers.x_heap, sizes.topk,
                 buffers.replay_x + offset, warp, WARPS,
             )  # fmt: skip
-        lane = cute.arch.lane_idx()
-        if warp == 0 and lane < count:
-            weight = Float32(0.0)
-            peer = cute.arch.load(rows.peer_rank + item.row + lane, Int32)
-            if peer >= 0:
-                route = cute.arch.load(rows.peer_token_idx + item.row + lane, Int32)
-                source = buffers.weight_heap + Int64(peer) * rows.rank_stride
-                weight = cute.arch.load(float_ptr(source) + route, Float32)
-            cute.arch.store(float_ptr(buffers.row_weight) + ring_row + lane, weight)
+        if warp == 0:
+            for i in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
+                weight = Float32(0.0)
+                peer = cute.arch.load(rows.peer_rank + item.row + i, Int32)
+                if peer >= 0:
+                    route = cute.arch.load(rows.peer_token_idx + item.row + i, Int32)
+                    source = buffers.weight_heap + Int64(peer) * rows.rank_stride
+                    weight = cute.arch.load(float_ptr(source) + route, Float32)
+                cute.arch.store(float_ptr(buffers.row_weight) + ring_row + i, weight)
 
     @cute.jit
     def push_out(self, item, schedule, sizes, buffers, warp):

@@ -93,7 +93,7 @@ def test_tails(name):
 
 
 def test_same_bits_whatever_the_launch():
-    """EP, ring size, comm workers, grid, SMs, scheduling, interleaving: none changes a bit."""
+    """EP, ring, comm workers, grid, SMs, scheduling, tile, interleaving: none changes a bit."""
     case = make_case("small", limit=0.75)
     expected = run(case, **DIRECT)
     assert_right(case, expected)
@@ -101,6 +101,7 @@ def test_same_bits_whatever_the_launch():
         [
             {**DIRECT, "grid": 60, "macrobatch": 2},  # most clusters are cancelled, some retire
             {**DIRECT, "grid": 4, "num_sms": 4, "scheduling": "tickets"},
+            {**DIRECT, "tile_n": 128, "stages": 3, "group_m": 1},
             {**PAIR, "grid": 4, "num_sms": 4},  # the minimum: comm workers and one pair
             {**QUAD, "grid": 40, "tokens_per_rank": [110, 0, 150, 40]},
         ]

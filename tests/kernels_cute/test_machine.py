@@ -12,6 +12,7 @@ from mok.kernels_cute.machine import (
     check_launch,
     check_scheduling,
     check_tile,
+    launch_grid,
     machine_of,
 )
 
@@ -71,6 +72,14 @@ def test_launches():
     ]:
         with pytest.raises(ResourceError, match=message):
             check_launch(*arguments)
+
+
+def test_grids():
+    assert launch_grid("sm_90a", None, 132, 16, 1000) == 132
+    assert launch_grid("sm_90a", None, 132, 16, 5) == 21
+    assert launch_grid("sm_100a", None, 148, 16, 1000) == 2016  # one cluster per task
+    assert launch_grid("sm_100a", "tickets", 147, 16, 1000) == 146
+    assert launch_grid("sm_103a", None, 148, 0, 0) == 2  # an empty call still needs a cluster
 
 
 def test_kernel_classes_refuse_before_compiling():

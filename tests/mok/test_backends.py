@@ -69,7 +69,7 @@ def test_on_hopper_the_kernel_runs(machine):
     ("info", "torch_has_cuda", "named"),
     [
         (A100, True, "NVIDIA A100 has compute capability 8.0"),
-        (B200, True, "no kernel yet for NVIDIA B200"),
+        (B200, True, "the kernel for NVIDIA B200 (sm_100a) has not run on hardware yet"),
         (H200, False, "NVIDIA H200 is present, but this torch was built without CUDA"),
     ],
 )
@@ -83,13 +83,19 @@ def test_an_unusable_gpu_is_named_and_falls_back(machine, info, torch_has_cuda, 
 
 def test_an_explicit_kernel_that_cannot_run_is_an_error(machine):
     machine(H200)
-    with pytest.raises(DeviceError, match=r"kernel must exist.*sm_100a.*sm_90a"):
+    with pytest.raises(DeviceError, match="needs a GPU of that architecture"):
         choose_backend("sm_100a")
     with pytest.raises(DeviceError, match=r"supported one.*sm_80"):
         choose_backend("sm_80")
     machine(None)
     with pytest.raises(DeviceError, match=r"no NVIDIA driver.*--emulate"):
         choose_backend("sm_90a")
+
+
+def test_blackwell_runs_on_request_only(machine):
+    machine(B200)
+    assert choose_backend().kind == "reference"
+    assert choose_backend("sm_100a").name == "sm_100a on NVIDIA B200"
 
 
 def test_the_emulator_is_only_used_on_request(machine):

@@ -160,7 +160,12 @@ def test_an_explicit_kernel_without_a_gpu_is_an_error(capsys):
 # ---------------------------------------------------------------------- compile
 
 
-BACKWARD_SPILLS = 160  # bytes; what ptxas spills in backward today, rounded up
+SPILLS = {  # bytes that ptxas spills today; more, or another kernel, is a regression
+    "forward_ring_save": 12,
+    "recompute_ring": 12,
+    "backward_direct_bf16": 60,
+    "backward_ring_bf16": 84,
+}
 
 
 def test_compile_document(capsys):
@@ -168,25 +173,16 @@ def test_compile_document(capsys):
     code, found = document(capsys, "compile", "--arch", "sm_90a", "--model", "qwen3-30b-a3b")
     kernels = {k["name"]: k for k in found["kernels"]}
     assert code == int(any(k["spill_bytes"] for k in found["kernels"]))
-    assert set(kernels) == {
-        "stage_ids",
-        "schedule",
-        "forward_direct",
-        "token_sum_direct",
-        "forward_ring",
-        "token_sum_ring",
-        "plan",
-        "backward_direct",
-        "router_grad_direct",
-        "dx_sum_direct",
-        "backward_ring",
-        "router_grad_ring",
-        "dx_sum_ring",
-    }
+    expected = {"stage_ids", "schedule", "plan"}
+    for path in ("direct", "ring"):
+        expected |= {f"{name}_{path}" for name in ("forward", "recompute", "token_sum")}
+        expected |= {f"forward_{path}_save", f"backward_{path}_bf16"}
+        expected |= {f"router_grad_{path}", f"dx_sum_{path}"}
+    assert set(kernels) == expected
     for k in found["kernels"]:
-        assert k["spill_bytes"] <= (BACKWARD_SPILLS if "backward" in k["name"] else 0)
+        assert k["spill_bytes"] <= SPILLS.get(k["name"], 0)
         assert k["registers"] > 0 and k["instructions"] and "C7511" not in k["warnings"]
-    for name in ("forward_direct", "backward_direct", "backward_ring"):
+    for name in ("forward_direct", "backward_direct_bf16", "backward_ring_bf16"):
         assert kernels[name]["instructions"]["HGMMA"] > 0
         assert kernels[name]["instructions"]["USETMAXREG"] > 0
     clear_memory_cache()

@@ -15,7 +15,7 @@ from mok.layer import MoELayer
 from mok.layer_spec import layer_spec
 from mok.runtime.group import Group
 from mok.tools.emulator import Emulator
-from tests.layer_helpers import (
+from tests.module_helpers import (
     SMALL,
     assert_gradient,
     assert_same,
@@ -47,11 +47,6 @@ def grad_like(out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.dtype)
 
 
-def last_kernel(layer: MoELayer) -> str:
-    _, workspace = layer.spec.workspace(layer._max_tokens(1), torch.device("cpu"))
-    return workspace.last_launch.kernel
-
-
 def test_output_equals_functional() -> None:
     layer, (x, weights, ids) = small_layer(4, 2), tensors(3, 8, experts=4, topk=2)
     out = layer(x, weights, ids)
@@ -68,7 +63,8 @@ def test_output_equals_functional() -> None:
     assert torch.equal(out.view(24, 64), expected)
 
 
-@pytest.mark.parametrize("limit", [None, 0.5])
+# Half-way between two BF16 values, so that saved gate and up are on the side of the exact ones.
+@pytest.mark.parametrize("limit", [None, 1 + 2**-8])
 def test_gradients_against_autograd(limit: float | None) -> None:
     """Gated shared expert of another width, an expert without routes, dropped routes, zero and
     negative router weights."""

@@ -14,7 +14,7 @@ from mok.layer import MoELayer
 from mok.layer_spec import layer_spec
 from mok.router import Router
 from mok.runtime.group import Group
-from tests.layer_helpers import SMALL, small_layer
+from tests.module_helpers import SMALL, small_layer
 
 X = torch.zeros(4, 64, dtype=torch.bfloat16)
 WEIGHTS, IDS = torch.zeros(4, 1), torch.zeros(4, 1, dtype=torch.int64)

@@ -75,6 +75,7 @@ class Ready:
         errors: relative L2 error of "output" and of each gradient.
         peak_bytes: by pass, memory above weights and inputs.
         kept_bytes: what backward needs of one forward call.
+        setup_s: seconds to set it up, compile, choose variants and compare.
         digests: of the output and of each gradient: equal bits, equal digest.
     """
 
@@ -83,6 +84,7 @@ class Ready:
     errors: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     kept_bytes: int | None = None
+    setup_s: float = 0.0
     digests: dict[str, int] = field(default_factory=dict)
     trains: bool = False
 
@@ -220,7 +222,7 @@ class Runner:
     def _prepare(self, entry: Entry, work: Work, oracle: Oracle) -> Ready | None:
         """Set a program up, compare its numbers once, or note why it is missing."""
         options = replace(self.options, config=entry.config) if entry.config else self.options
-        failure, program = "", None
+        failure, program, begin = "", None, self.clock.now()
         try:
             program = make_program(entry.name, work, options)
             ready = Ready(entry, program)
@@ -242,9 +244,10 @@ class Runner:
             if failure:
                 self._free()
                 self._miss(entry, work.bench, failure, "backward")
+        ready.setup_s = self.clock.now() - begin
         note = f" ({program.note})" if program.note else ""
         worst = max(ready.errors.values(), default=0.0)
-        self.say(f"  {entry.label}{note}: largest error {worst:.1e}")
+        self.say(f"  {entry.label}{note}: error {worst:.1e}, set up in {ready.setup_s:.1f} s")
         return ready
 
     def _wants_backward(self) -> bool:
@@ -454,6 +457,7 @@ class Runner:
             "calls": summary.calls,
             "error": ready.error(item.pass_name),
             "ok": ready.ok(item.pass_name),
+            "setup_s": ready.setup_s,
             "note": program.note,
         }
         if ready.entry.setting:

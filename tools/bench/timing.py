@@ -154,7 +154,8 @@ class Summary:
 
     Attributes:
         ms: median over the rounds of each round's median.
-        spread: (slowest − fastest round) / ms; a difference below it is noise.
+        spread: (slowest − fastest round) / ms; a difference below it is noise. Of a single round,
+            (p90 − p10) / ms of its calls.
         p10, p90: of all calls.
         rounds_ms: each round's median, in order; rounds of different programs correspond.
         calls: in all windows.
@@ -173,11 +174,14 @@ def summarize(windows: Sequence[Window]) -> Summary:
     rounds = tuple(w.median for w in windows)
     every = sorted(ms for w in windows for ms in w.calls_ms)
     middle = statistics.median(rounds)
+    p10 = every[int(0.1 * (len(every) - 1))]
+    p90 = every[math.ceil(0.9 * (len(every) - 1))]
+    width = max(rounds) - min(rounds) if len(rounds) > 1 else p90 - p10
     return Summary(
         ms=middle,
-        spread=(max(rounds) - min(rounds)) / middle if middle else 0.0,
-        p10=every[int(0.1 * (len(every) - 1))],
-        p90=every[math.ceil(0.9 * (len(every) - 1))],
+        spread=width / middle if middle else 0.0,
+        p10=p10,
+        p90=p90,
         rounds_ms=rounds,
         calls=sum(w.calls for w in windows),
     )

@@ -4,6 +4,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mok.tools.emulator.errors import EmulatorError
 
@@ -16,24 +17,29 @@ def emulate(
     check: bool = True,
     timeline: str | None = None,
     arguments: Sequence[str] = (),
-) -> int:
-    """Runs ``script`` with its compiled kernels emulated; the exit code is 1 after any report.
+    console: Any = None,
+) -> dict[str, Any]:
+    """Runs ``script`` with its compiled kernels emulated.
 
     ``seeds``: the plain machine for 0, otherwise the adversarial one with seeds 0 … seeds - 1.
     ``timeline``: a Perfetto JSON file of the last run's asynchronous operations.
+
+    Returns:
+        {launches: [{run, kernel, grid, steps, seconds}], reports: [{run, kind, text, …}]}; a run ends
+        at its first report.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     from mok.tools.emulator.emulator import Emulator
 
-    console = Console(stderr=True)
     if not Path(script).is_file():
         raise EmulatorError("the script must exist", script)
-    failures = 0
+    launches: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     runs: list[int | None] = list(range(seeds)) if seeds else [None]
     argv = sys.argv
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console or Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(f"emulating {Path(script).name}", total=len(runs))
         for seed in runs:
             label = "plain" if seed is None else f"seed {seed}"
@@ -42,20 +48,26 @@ def emulate(
             try:
                 with emu:
                     runpy.run_path(script, run_name="__main__")
-            except EmulatorError as exc:
-                failures += 1
-                console.print(f"[red]{label}[/red]: {exc}", highlight=False, soft_wrap=True)
-            else:
-                steps = sum(r.steps for r in emu.report.launches)
-                seconds = sum(r.seconds for r in emu.report.launches)
-                console.print(
-                    f"{label}: {len(emu.report.launches)} launches, {steps} warp instructions, "
-                    f"{seconds:.2f} s, no report",
-                    highlight=False,
+            except EmulatorError as error:
+                report = getattr(error, "report", None)
+                known = dict(vars(report)) if hasattr(report, "__dict__") else {}
+                reports.append(
+                    {"run": label, "kind": type(error).__name__, "text": str(error)}
+                    | {name: str(value) for name, value in known.items() if name != "text"}
                 )
             finally:
                 sys.argv = argv
                 if timeline is not None:
                     emu.report.write_timeline(timeline)
+            launches += [
+                {
+                    "run": label,
+                    "kernel": r.kernel,
+                    "grid": list(r.grid),
+                    "steps": r.steps,
+                    "seconds": r.seconds,
+                }
+                for r in emu.report.launches
+            ]
             progress.advance(bar)
-    return 1 if failures else 0
+    return {"launches": launches, "reports": reports}

@@ -25,7 +25,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Constant:
-    """One value, its unit's name in ``name`` (``_s``, ``_hz``, ``_bytes_per_s`` …), and its origin."""
+    """One value and its origin; ``name`` ends in its unit (``_s``, ``_hz``, ``_bytes_per_s`` …)."""
 
     name: str
     value: float
@@ -37,7 +37,7 @@ class Constant:
 
 
 class Table(Mapping[str, float]):
-    """Constants by name. Reading one that is missing, or leaving a file with unknown ones, is an error."""
+    """Constants by name; reading one that is missing is an error."""
 
     def __init__(self, origin: str, constants: Mapping[str, Constant]) -> None:
         self.origin = origin

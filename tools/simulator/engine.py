@@ -1,9 +1,10 @@
 """The engine: plays one rank's work through time.
 
-Workers take their tasks in program order and every wait is on earlier work, so one pass in that order
-fixes all times: a task's worker is the one that draws first, its begin the latest of that worker, its
-counters and its operands. Resources that many workers share (links, HBM) are served first come, first
-served in short slices of time, which hold in any order of requests.
+Workers take their tasks in program order and every wait is on earlier work, so one pass in that
+order fixes all times: a task's worker is the one that draws first, its begin the latest of that
+worker, its counters and its operands. Resources that many workers share (links, HBM) are given out
+in short slices of time, to whoever asks first in the pass, so requests may come in any order of
+time.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Outcome:
         waits: seconds of all compute workers waiting, by class of counter; "operands" for HBM,
             "pipeline" for filling the main loop, "end" after a worker's last task.
         comm_busy, comm_waits: the same for communication workers.
-        first_routed: when the first task that waited for communication began.
+        first_routed: when the first task on routed rows began.
         events: (comm?, worker, kind, begin, end, minibatch, ticket) where asked for.
     """
 
@@ -146,7 +147,8 @@ class Engine:
         if wrong:
             raise MokError(
                 "a counter's target must be what arrives at it",
-                f"{len(wrong)} are off, first a {self.classes[wrong[0]]}: {self.remaining[wrong[0]]} left",
+                f"{len(wrong)} are off; {self.remaining[wrong[0]]} left of "
+                f"{self.classes[wrong[0]]}",
             )
         out.end = max(out.compute_end, out.comm_end, work.start_s) + work.surplus_s
         for resource in ("hbm", "rx", "tx", "net"):
@@ -232,7 +234,7 @@ class Engine:
                     arrive(all_early[done], end + signal_s)
                 if all_signals[done]:
                     arrive(all_signals[done], stored + signal_s)
-                if needed and first_routed == 0.0:
+                if first_routed == 0.0 and t.minibatch[done] >= 0:
                     first_routed = begin
                 if self.record:
                     event = (False, w, kinds[done], begin, finish, t.minibatch[done], done)

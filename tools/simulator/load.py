@@ -91,8 +91,9 @@ def loads(scenario: Scenario, tile_m: int) -> list[RankLoad]:
 def critical(found: list[RankLoad]) -> list[RankLoad]:
     """The ranks that can be the last to finish: most rows, most traffic, most tokens.
 
-    Ranks meet only at their ports, and rows come from all peers in turn, so each rank's time follows
-    from its own load; the slowest is among the extremes. If all are alike, one stands for all.
+    Ranks meet only at their ports, and rows come from all peers in turn, so each rank's time
+    follows from its own load; the slowest is among the extremes. If all are alike, one stands for
+    all.
     """
 
     def port(load: RankLoad) -> float:

@@ -46,7 +46,7 @@ class Machine:
 
     Attributes:
         arch: "sm_90a", "sm_100a" or "sm_103a".
-        domain: GPUs that reach each other over NVLink. Ranks beyond it are reached over the network.
+        domain: GPUs that reach each other over NVLink; ranks beyond it are over the network.
         constants: see ``NAMES``; rates are per GPU and per direction, unless the name says ``sm``.
         tiles: share of the tensor cores' peak at ``clock_hz`` that the main loop sustains, by tile
             ("128x256": rows and accumulator columns of a cluster's tile), prefixed by "fp8_" where

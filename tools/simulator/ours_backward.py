@@ -124,12 +124,20 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         signals.append(found[1])
         early.append(found[2])
 
-    busy, tail, hbm, flops = _costs(scenario, load, costs, p, plan, tasks)
+    busy, tail, hbm = _costs(scenario, load, costs, p, plan, tasks)
     routed = tasks.kind < bw.SHARED
     out = Tasks(
-        KINDS, tasks.kind.tolist(), busy.tolist(), tail.tolist(), costs.hold(tail).tolist(),
-        hbm.tolist(), flops.tolist(), waits, signals, early, np.where(routed, tasks.minibatch, -1).tolist(),
-    )  # fmt: skip
+        KINDS,
+        tasks.kind.tolist(),
+        busy.tolist(),
+        tail.tolist(),
+        costs.hold(tail).tolist(),
+        hbm.tolist(),
+        waits,
+        signals,
+        early,
+        np.where(routed, tasks.minibatch, -1).tolist(),
+    )
     items = no_items()
     if ring:
         kinds, rows = _items(p, plan)
@@ -140,7 +148,9 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         signal = np.where(pull, dispatch, push) + minibatch
         # Beyond the saved macrobatch x is pulled along with dy.
         matrices = np.where(pull & (before >= 0), 2, 1)
-        items = costs.items(ITEMS, kinds, pull, rows, minibatch, wait_ids, signal, load, matrices)
+        items = costs.items(
+            ITEMS, kinds, pull, rows, minibatch, wait_ids, signal, load, matrices, sums=True
+        )
     return Work(
         out, items, counters, costs.pipeline(), costs.workers, costs.comm_sms, costs.cluster,
         costs.table["start_s"], rows=load.rows,
@@ -163,7 +173,7 @@ def _decode(p: bw.Backward, decoder: bw.Backward, plan: bw.Plan) -> _Decoded:
         # A weight gradient's block is its group's first.
         weight = task[0] >= bw.WDOWN
         first = np.array([g[1] for g in plan.groups] or [0], np.int64)
-        block = np.where(weight, first[np.minimum(task[5], len(first) - 1)], task[1])
+        block = np.where(weight, first[np.clip(task[5], 0, len(first) - 1)], task[1])
         parts.append((task[0], block, *task[2:]))
     placed = plan.tables[bw.GROUP_BASE][p.minibatches]
     empty = np.arange((len(plan.groups) - placed) * p.group_tasks, dtype=np.int64)
@@ -201,19 +211,18 @@ def _costs(
     inner = np.where(precise, shared_i, i)
     sizes = np.array([end - first for _, first, end, _, _ in plan.groups] or [0], np.int64)
     later = np.array([g[4] for g in plan.groups] or [0], np.int64)
-    group = np.minimum(d.group, len(sizes) - 1)
+    group = np.clip(d.group, 0, len(sizes) - 1)
     weight = step >= bw.WDOWN
     depth = np.select(
         [weight & precise, weight, step == bw.DX],
         [load.tokens, sizes[group] * tile.m, 2 * inner],
         h,
     )
-    steps = -(-depth // 64)
+    steps = costs.steps(depth)
     busy = costs.busy(steps, precise)
     if scenario.direct:
-        # Weight gradients gather dy (A) or x (B) in place, column by column.
-        wide = np.where(step == bw.WDOWN, tile.m, tile.down_n)
-        gather = steps * 64 * 2 * wide / costs.cluster / table["gather_columns_bytes_per_s"]
+        # Weight gradients gather dy or x in place, column by column.
+        gather = steps * table["gather_step_s"]
         busy = np.where(weight & ~precise, np.maximum(busy, gather), busy)
     chunks = np.where(step == bw.REPLAY, 2 * (tile.up_n // 64), tile.down_n // 64)
     chunk_s = np.where(step == bw.DDOWN, table["ddown_chunk_s"], table["chunk_s"])
@@ -222,14 +231,12 @@ def _costs(
 
     expert = spread(load.blocks_of_expert)
     near = np.append(costs.neighbours(expert, p.mb_blocks), 1.0)
-    rows_kind = ~weight
     sharing = np.where(precise, tile.group_m, near[np.minimum(d.block, len(near) - 1)])
-    sharing = np.where(weight, np.where(step == bw.WDOWN, p.wdown_m, p.wgate_m), sharing)
+    sharing = np.where(weight, p.w_m, sharing)
     n_tiles = np.select(
-        [step == bw.REPLAY, (step == bw.DDOWN) | (step == bw.WDOWN)], [p.n_up, p.n_ddown], p.n_dx
+        [step == bw.REPLAY, (step == bw.DDOWN) | weight], [p.n_up, p.n_ddown], p.n_dx
     )
     hbm = costs.operand_bytes(depth, np.minimum(sharing, tile.group_m), n_tiles, precise)
     outputs = np.select([step == bw.REPLAY, step == bw.DDOWN], [2 * tile.up_n, 5 * tile.down_n],
                         tile.down_n)  # fmt: skip
-    hbm = hbm + 2 * tile.m * outputs * np.where(rows_kind | (depth >= 0), 1, 0)
-    return busy, tail, hbm, costs.flops(steps, precise)
+    return busy, tail, hbm + 2.0 * tile.m * outputs

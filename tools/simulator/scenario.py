@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -46,6 +47,7 @@ class Scenario:
         save_context: forward also stores gate and up of macrobatch 0.
         mxfp8_wire: dispatch pulls quantised rows.
         switches: only for the upstream program.
+        overrides: other values for constants of the program's calibration, by name.
 
     Raises MokError and its kinds where the parts do not fit each other.
     """
@@ -61,6 +63,7 @@ class Scenario:
     save_context: bool = False
     mxfp8_wire: bool = False
     switches: Switches = field(default_factory=Switches)
+    overrides: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         choices = (("direction", Direction), ("precision", Precision), ("program", Program))

@@ -1,4 +1,4 @@
-"""A whole call: what surrounds the kernel, the kernel on the ranks that matter, and what bounds it."""
+"""A whole call: the kernel on the ranks that matter, what surrounds it, and what bounds it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Result:
 
     Attributes:
         ms: the whole call; ``kernel_ms``: the megakernel of the slowest rank.
-        phases: the call's parts in order; they add up to ``ms``. "fill" ends when the first task
-            that waited for communication begins, "drain" begins when the last task ends.
+        phases: the call's parts in order; they add up to ``ms``. "before routed rows" is the
+            shared expert, or waiting, until the first task on routed rows begins; "drain" begins
+            when the last task ends.
         bounds: least kernel time that each resource allows; ``bound`` names what the time goes to.
         shares: share of the compute SMs' time by use ("main loop", "epilogue", waits by class).
         comm_busy: share of the communicating SMs' time spent moving data.
@@ -121,15 +122,14 @@ def surroundings(scenario: Scenario, load: RankLoad) -> tuple[dict[str, float], 
 
 def _result(scenario: Scenario, load: RankLoad, work: Work, outcome: Outcome) -> Result:
     before, after = surroundings(scenario, load)
-    last_task = max(outcome.compute_end, outcome.first_routed)
     kernel = {
         "start": work.start_s,
-        "fill": max(0.0, outcome.first_routed - work.start_s) if len(work.items) else 0.0,
-        "steady": 0.0,
-        "drain": max(0.0, outcome.comm_end - last_task),
+        "before routed rows": max(0.0, outcome.first_routed - work.start_s),
+        "routed rows": 0.0,
+        "drain": max(0.0, outcome.comm_end - outcome.compute_end),
         "surplus clusters": work.surplus_s,
     }
-    kernel["steady"] = outcome.end - sum(kernel.values())
+    kernel["routed rows"] = outcome.end - sum(kernel.values())
     phases = {n: s * 1e3 for n, s in {**before, **kernel, **after}.items() if s > 0}
     span = outcome.compute_end - work.start_s
     all_compute = max(1e-12, span * work.workers)

@@ -17,6 +17,12 @@ from mok.tools.simulator.work import Items, Pipeline, singles
 Array = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+
+def ours_calibration(arch: str) -> str:
+    """Name of the calibration of our kernels on an architecture."""
+    return "ours_sm90" if arch == "sm_90a" else "ours_sm100"
+
+
 K_STEP = 64  # columns of the contraction in one step of the main loop, BF16
 PADDING_ROW_S = 0.4e-6  # clearing a row
 
@@ -45,7 +51,7 @@ class Costs:
         tile = Tile() if hopper else Tile(m=256, group_m=8)
         return cls(
             scenario.machine,
-            calibration("ours_sm90" if hopper else "ours_sm100"),
+            calibration(ours_calibration(scenario.machine.arch)).replace(**scenario.overrides),
             tile,
             f"{tile.m}x{tile.down_n}",
             "bf16" if hopper else scenario.precision,
@@ -69,9 +75,9 @@ class Costs:
 
     # ---- compute ----
 
-    def steps(self, size: int) -> int:
-        """Main-loop steps of ``K_STEP`` columns for a contraction over ``size``."""
-        return -(-size // K_STEP)
+    def steps(self, depth: Array) -> Array:
+        """Main-loop steps of ``K_STEP`` columns for contractions over ``depth``."""
+        return -(-depth // K_STEP)
 
     def step_flops(self) -> float:
         """FLOP of one step on the whole cluster."""
@@ -89,11 +95,9 @@ class Costs:
         return max(tensor, size * compute_sms / self.machine["l2_bytes_per_s"])
 
     def busy(self, steps: Array, precise: NDArray[np.bool_]) -> Floats:
-        step: Floats = np.where(precise, self.step_s(True), self.step_s(False))
-        return np.asarray(steps * step, np.float64)
-
-    def flops(self, steps: Array, precise: NDArray[np.bool_]) -> Floats:
-        return np.asarray(steps * self.step_flops(), np.float64)
+        """Seconds in the main loop."""
+        step = np.where(precise, self.step_s(True), self.step_s(False))
+        return steps.astype(np.float64) * step
 
     def neighbours(self, expert: Array, mb_blocks: int) -> Floats:
         """float64 [blocks]: row blocks that share a block's weight tiles while they are in L2."""
@@ -141,7 +145,7 @@ class Costs:
     # ---- communication ----
 
     def row_s(self, latency_s: float) -> float:
-        """Seconds for one warp to copy a row with ``latency_s`` per round of loads."""
+        """Seconds for one warp to copy its rows with ``latency_s`` per round of loads."""
         t, size = self.table, 2 * self.hidden
         whole, rest = divmod(size, int(t["comm_bytes_in_flight"]))
         rounds = whole + -(-rest // int(t["comm_tail_bytes"]))
@@ -150,7 +154,7 @@ class Costs:
     def item_s(self, pull: NDArray[np.bool_], real: Array, load: RankLoad) -> Floats:
         """Seconds that an item of ``tile.comm_m`` rows keeps its SM."""
         t, m = self.table, self.machine
-        rounds = -(-self.tile.comm_m // int(t["comm_warps"]))
+        rounds = -(-self.tile.comm_m // int(t["comm_warps"] * t["comm_rows_at_once"]))
         local = self.row_s(m["local_latency_s"])
         near = self.row_s(m["nvlink_latency_s"])
         far = self.row_s(m["network_latency_s"])
@@ -196,13 +200,20 @@ class Costs:
         signal: Array,
         load: RankLoad,
         matrices: Array | int = 1,
+        sums: bool = False,
     ) -> Items:
-        """Items of ``tile.comm_m`` rows each; ``matrices`` of them are moved per row."""
+        """Items of ``tile.comm_m`` rows each; ``matrices`` of them are moved per row.
+
+        ``sums``: a push also adds up each row's router-weight gradient, a row per warp at a time.
+        """
         real = load.real_rows(row, self.tile.comm_m)
         payload = real * 2.0 * self.hidden * matrices * np.where(pull, self.wire_share, 1.0)
         rx, tx, net = self.wires(pull, payload, load)
         overhead = self.table["item_overhead_s"]
         busy = (self.item_s(pull, real, load) - overhead) * matrices + overhead
+        if sums:
+            rows = -(-real // int(self.table["comm_warps"]))
+            busy = busy + np.where(pull, 0.0, rows * self.table["sum_row_s"])
         return Items(
             names,
             kind.tolist(),

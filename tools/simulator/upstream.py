@@ -1,9 +1,9 @@
 """Upstream's kernels as ``Work``: a second task program, which only the simulator has.
 
-Order, tiles, counters and ring rules are those of the system that this project rebuilds, as far as its
-public code tells them: gate, up, SwiGLU and down as separate tasks per minibatch, one accumulator, a
-scan for each task's expert, one cluster launched per task of the *capacity*, all dispatches of a
-macrobatch before its combines. ``Switches`` turn our differences on one by one.
+Order, tiles, counters and ring rules are those of the system that this project rebuilds, as far as
+its public code tells them: gate, up, SwiGLU and down as separate tasks per minibatch, one
+accumulator, a scan for each task's expert, one cluster launched per task of the *capacity*, all
+pulls of a macrobatch before its pushes. ``Switches`` turn our differences on one by one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ KINDS = (
 
 @dataclass
 class Phases:
-    """Tasks, phase by phase. ``depth`` is the contraction, ``block`` -1 where no row block is meant,
-    ``width`` the 128-tiles of an elementwise task."""
+    """Tasks, phase by phase.
+
+    ``depth`` is the contraction, ``block`` -1 where no row block is meant, ``width`` the number of
+    128x128 tiles of an elementwise task (0: a GEMM).
+    """
 
     kind: list[int] = field(default_factory=list)
     block: list[int] = field(default_factory=list)
@@ -109,8 +112,8 @@ class Builder:
         return CommPlan(self.load, self.costs, self.macrobatches(), self.mb_blocks, self.blocks)
 
     def elementwise(
-        self, kind: int, minibatch: int, first: int, blocks: int, n_up: int, per_task: int, tile: int,
-        name: str, also: list[Ids],
+        self, kind: int, minibatch: int, first: int, blocks: int, n_up: int, per_task: int,
+        tile: int, name: str, also: list[Ids],
     ) -> int:  # fmt: skip
         """SwiGLU tasks of ``per_task`` tiles of 128x128; returns the counters of row blocks.
 
@@ -218,80 +221,67 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
     macros = b.macrobatches()
     slots = scenario.switches.slot_backward
     dy_ready = b.counters.add("rows", [plan.pulls_of(b.rows_in(s)) for s in each])
-    x_ready = b.counters.add(
-        "rows", [plan.pulls_of(b.rows_in(s)) if s >= b.ring else 0 for s in each]
-    )
+    replays = [plan.pulls_of(b.rows_in(s)) if s >= b.ring else 0 for s in each]
+    x_ready = b.counters.add("rows", replays)
     dx_ready = b.counters.add("results", [b.rows_in(s) * b.n_h for s in each])
     groups = _groups(b)
-    per_group = 3 * b.n_h * b.n_up
-    pushes = plan.pushes_of_minibatch()
-    if slots:
-        over = [
-            sum(g[1] // b.mb_blocks <= s <= (g[2] - 1) // b.mb_blocks for g in groups) for s in each
-        ]
-        free = b.counters.add(
-            "slot free", [b.rows_in(s) * b.n_h + over[s] * per_group + pushes[s] for s in each]
-        )
-        owner = list(range(b.minibatches))
-    else:
-        owner = [s // b.ring for s in each]
-        free = b.counters.add("macrobatch", [0] * len(macros))  # targets follow below
+    # What frees a ring slot: everything that reads it, or everything of its macrobatch.
+    owner = [s if slots else s // b.ring for s in each]
+    name, count = ("slot free", b.minibatches) if slots else ("macrobatch", len(macros))
+    free = b.counters.add(name, [0] * count)  # the targets follow below
 
     if b.shared_blocks:
         _dgrad(b, -1, 0, b.shared_blocks, b.shared_n_up, b.shared_i, (), (), (), ())
-        for kind in (WDOWN, WUP, WUP):
-            tiles = b.n_h * b.shared_n_up
-            b.phases.add(kind, -1, [-1] * tiles, load.tokens, [()] * tiles, [()] * tiles)
-    counts: list[int] = [0] * len(macros)
+        _weights(b, -1, load.tokens, b.shared_n_up, (), ())
     for m, macro in enumerate(macros):
-        begun = len(b.phases.kind)
+        here = [g for g in groups if g[1] // b.mb_blocks in macro]
         replayed: dict[int, int] = {}
         done: dict[int, int] = {}
 
-        def release(s: int, m: int = m) -> Ids:
-            return (free + (s if slots else m),)
+        def weights(group: tuple[int, int, int], done: dict[int, int] = done) -> None:
+            _, first, end = group
+            mbs = range(first // b.mb_blocks, (end - 1) // b.mb_blocks + 1)
+            wait = tuple(done[r] for r in range(first, end))
+            signal = tuple(dict.fromkeys(free + owner[s] for s in mbs))
+            _weights(b, mbs[-1], (end - first) * TILE, b.n_up, wait, signal)
 
-        def weights(wanted: list[tuple[int, int, int]], done: dict[int, int] = done,
-                    m: int = m, last: int = macro[-1]) -> None:  # fmt: skip
-            for _, first, end in wanted:
-                mbs = range(first // b.mb_blocks, (end - 1) // b.mb_blocks + 1)
-                wait = tuple(done[r] for r in range(first, end))
-                signal = tuple(free + s for s in mbs) if slots else (free + m,)
-                for kind in (WDOWN, WUP, WUP):
-                    tiles = b.n_h * b.n_up
-                    b.phases.add(kind, last, [-1] * tiles, (end - first) * TILE,
-                                 [wait] * tiles, [signal] * tiles)  # fmt: skip
+        def replay(s: int, replayed: dict[int, int] = replayed) -> None:
+            replayed[s] = b.gate_up(
+                REPLAY, s, s * b.mb_blocks, b.rows_in(s), b.n_up, (x_ready + s,), "replay"
+            )
 
         if m and not slots:
             for s in macro:
-                replayed[s] = b.gate_up(REPLAY, s, s * b.mb_blocks, b.rows_in(s), b.n_up,
-                                        (x_ready + s,), "replay")  # fmt: skip
+                replay(s)
         for s in macro:
             if m and slots:
-                replayed[s] = b.gate_up(REPLAY, s, s * b.mb_blocks, b.rows_in(s), b.n_up,
-                                        (x_ready + s,), "replay")  # fmt: skip
+                replay(s)
+            rows = range(b.rows_in(s))
             hidden = _dgrad(
                 b, s, s * b.mb_blocks, b.rows_in(s), b.n_up, b.i, (dy_ready + s,), (dx_ready + s,),
-                release(s), tuple(replayed[s] + r for r in range(b.rows_in(s))) if m else (),
+                (free + owner[s],), tuple(replayed[s] + r for r in rows) if m else (),
             )  # fmt: skip
-            for r in range(b.rows_in(s)):
-                done[s * b.mb_blocks + r] = hidden + r
+            done |= {s * b.mb_blocks + r: hidden + r for r in rows}
             if slots:
-                weights([g for g in groups if (g[2] - 1) // b.mb_blocks == s])
+                for group in here:
+                    if (group[2] - 1) // b.mb_blocks == s:
+                        weights(group)
         if not slots:
-            weights([g for g in groups if g[1] // b.mb_blocks in macro])
-        counts[m] = len(b.phases.kind) - begun
-    if not slots:
-        for m, macro in enumerate(macros):
-            b.counters.targets[free + m] = _arrivals(b.phases, free + m) + sum(
-                pushes[s] for s in macro
-            )
+            for group in here:
+                weights(group)
     plan.backward(dy_ready, x_ready, dx_ready, free, owner, b.ring)
+    for ids in (*b.phases.signals, *(move.signals for _, move in plan.order)):
+        for i in ids:
+            if free <= i < free + count:
+                b.counters.targets[i] += 1
     return b.work(plan, len(b.phases.kind))
 
 
-def _arrivals(phases: Phases, counter: int) -> int:
-    return sum(ids.count(counter) for ids in phases.signals)
+def _weights(b: Builder, minibatch: int, depth: int, n_up: int, wait: Ids, signal: Ids) -> None:
+    """Weight gradients of an expert: down, gate, up."""
+    tiles = b.n_h * n_up
+    for kind in (WDOWN, WUP, WUP):
+        b.phases.add(kind, minibatch, [-1] * tiles, depth, [wait] * tiles, [signal] * tiles)
 
 
 def _groups(b: Builder) -> list[tuple[int, int, int]]:
@@ -309,8 +299,8 @@ def _groups(b: Builder) -> list[tuple[int, int, int]]:
 
 
 def _dgrad(
-    b: Builder, minibatch: int, first: int, blocks: int, n_up: int, inner: int, ready: Ids, done: Ids,
-    release: Ids, replayed: Ids,
+    b: Builder, minibatch: int, first: int, blocks: int, n_up: int, inner: int, ready: Ids,
+    done: Ids, release: Ids, replayed: Ids,
 ) -> int:  # fmt: skip
     """Dgrad down, SwiGLU backward, dgrad gate+up; returns the counters of finished row blocks."""
     name = "d hidden" if minibatch >= 0 else "shared hidden"

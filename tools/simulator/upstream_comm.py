@@ -77,15 +77,6 @@ class CommPlan:
                 found[list(touched)] += 1
         return found.tolist()
 
-    def pushes_of_minibatch(self) -> list[int]:
-        """Push tasks that touch each minibatch."""
-        count = -(-self.blocks // self.mb_blocks)
-        found = np.zeros(count, np.int64)
-        for macro in self.macrobatches:
-            for touched in self._push_halves(macro):
-                found[list({self._minibatch(half) for half in touched})] += 1
-        return found.tolist()
-
     # ---- tasks ----
 
     def pulls(self, macro: list[int], waits: list[Ids], ready: int) -> list[Move]:
@@ -137,7 +128,7 @@ class CommPlan:
     # ---- orders ----
 
     def forward(self, x_ready: int, y_ready: int, y_free: int, ring: int) -> None:
-        """All pulls of the last macrobatch; then, descending, its pushes with the next one's pulls."""
+        """All pulls of the last macrobatch; then, descending, pushes with the next one's pulls."""
         count = -(-self.blocks // self.mb_blocks)
         waits: list[Ids] = [(y_ready + s + ring,) if s + ring < count else () for s in range(count)]
         free: list[Ids] = [(y_free + half,) for half in range(2 * self.blocks)]
@@ -154,8 +145,8 @@ class CommPlan:
     ) -> None:
         """Per macrobatch: pull dy (and x, where it is replayed), then push dx.
 
-        ``owner`` gives the index of the counter (from ``free`` on) that says when a minibatch's slot
-        is free again: the minibatch itself, or its whole macrobatch.
+        ``owner`` gives the index of the counter (from ``free`` on) that says when a minibatch's
+        slot is free again: the minibatch itself, or its whole macrobatch.
         """
         count = len(owner)
         waits: list[Ids] = [() if s < ring else (free + owner[s - ring],) for s in range(count)]

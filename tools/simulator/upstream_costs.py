@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mok.kernels_cute.program import Tile
-from mok.tools.simulator.constants import calibration
+from mok.tools.simulator.constants import Table, calibration
 from mok.tools.simulator.load import RankLoad, spread
 from mok.tools.simulator.scenario import Scenario
 from mok.tools.simulator.tilecost import Costs, Floats
@@ -32,7 +32,7 @@ class UpstreamCosts:
     def of(cls, scenario: Scenario, load: RankLoad) -> UpstreamCosts:
         costs = Costs(
             scenario.machine,
-            calibration("upstream_sm100"),
+            calibration("upstream_sm100").replace(**scenario.overrides),
             Tile(m=256, up_n=256, down_n=256, group_m=8),
             "256x256",
             scenario.precision,
@@ -43,7 +43,7 @@ class UpstreamCosts:
         return cls(scenario, load, costs)
 
     @property
-    def table(self):
+    def table(self) -> Table:
         return self.costs.table
 
     @property
@@ -96,11 +96,14 @@ class UpstreamCosts:
         minibatch = np.array(phases.minibatch, np.int64)
         precise = minibatch < 0  # the shared expert
         gemm = width == 0
-        steps = -(-depth // 64)
+        steps = costs.steps(depth)
         # The expert of a routed task is searched for; the shared expert's is known.
         experts = len(self.load.counts)
         scan = t["search_s"] if self.scenario.switches.prefix_search else t["scan_s"] * experts / 2
-        start = t["task_s"] + np.where(precise, 0.0, scan)
+        scans = (
+            np.isin(kind, (1, 3, 4, 6, 9)) & ~precise
+        )  # a weight gradient's expert is a quotient
+        start = t["task_s"] + np.where(scans, scan, 0.0)
         busy = np.where(gemm, costs.busy(steps, precise) + start, 0.0)
         scale = width / np.where(np.isin(kind, (5,)), 4, 6)
         swiglu = np.where(precise | (not self.mxfp8), t["swiglu_task_s"], t["swiglu_mxfp8_task_s"])
@@ -117,7 +120,7 @@ class UpstreamCosts:
         hbm = costs.operand_bytes(depth, sharing, n_tiles, precise) + 2.0 * 256 * 256
         size = costs.element_bytes
         copies = np.where(long_tail, size * 256 * 256, 0.0)
-        # SwiGLU reads gate and up and writes hidden; backward reads and writes one matrix more each.
+        # SwiGLU reads gate and up and writes hidden; backward reads one and writes two more.
         moved = np.where(kind == 5, 2 * 3 + 3 * size, 2 * 2 + size)
         hbm = np.where(gemm, hbm + copies, width * 128 * 128 * moved)
         return Tasks(
@@ -127,7 +130,6 @@ class UpstreamCosts:
             tail.tolist(),
             hold.tolist(),
             hbm.tolist(),
-            (steps * costs.step_flops()).tolist(),
             phases.waits,
             phases.signals,
             [()] * len(kind),

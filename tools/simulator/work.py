@@ -5,6 +5,7 @@ A program (``ours``, ``upstream``) fills these arrays; the engine knows nothing 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,11 +33,11 @@ class Counters:
         self.classes: list[str] = []  # class of each counter, for reports
         self.targets: list[int] = []
 
-    def add(self, name: str, targets: NDArray[np.int64] | list[int]) -> int:
+    def add(self, name: str, targets: Iterable[int] | NDArray[np.int64]) -> int:
         """A family of counters, one per entry of ``targets``; returns the first one's id."""
         first = len(self.targets)
         self.targets.extend(int(t) for t in targets)
-        self.classes.extend([name] * len(targets))
+        self.classes.extend([name] * (len(self.targets) - first))
         return first
 
 
@@ -53,7 +54,6 @@ class Tasks:
         tail: seconds of the epilogue after it.
         hold: seconds of it for which the accumulator stays occupied.
         hbm: bytes read from and written to HBM.
-        flops: floating-point operations.
         waits, signals, early: counter ids. ``signals`` come when results are in memory, ``early``
             when the main loop ends.
         minibatch: for reports.
@@ -65,7 +65,6 @@ class Tasks:
     tail: list[float]
     hold: list[float]
     hbm: list[float]
-    flops: list[float]
     waits: list[Ids]
     signals: list[Ids]
     early: list[Ids]
@@ -81,7 +80,7 @@ class Items:
 
     Attributes:
         busy: seconds that the item keeps its worker, if links are free.
-        rx, tx: bytes on the rank's own NVLink port, headers and the peers' mirrored traffic included.
+        rx, tx: bytes on the rank's own NVLink port, with headers and the peers' mirrored traffic.
         net: bytes in each direction of its network port.
         hbm: bytes to and from HBM, the peers' included.
         step: with static assignment, worker ``step mod workers`` does the item.

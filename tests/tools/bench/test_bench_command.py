@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import types
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from mok import cli
+from mok import backends, cli
+from mok.backends import Backend
 from mok.commands import bench
 from mok.config import Config
 from mok.errors import MokError
@@ -175,6 +179,62 @@ def test_sweep_values_and_configurations():
     for value in values:
         config = config_with(BASE, "minibatch_size", value)
         assert config.minibatch_size == value and config.macrobatch_size % value == 0
+
+
+def gpu_backend() -> Backend:
+    info = types.SimpleNamespace(name="NVIDIA H200", num_sms=132, arch="sm_90a", ordinal=0)
+    device = torch.device("cpu")
+    return Backend("kernel", "sm_90a on NVIDIA H200", "sm_90a", device, "", info)  # type: ignore[arg-type]
+
+
+def prepared(monkeypatch, tmp_path, *argv: str) -> bench.Run:
+    monkeypatch.setenv("MOK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(backends, "choose_backend", gpu_backend)
+    args = cli.build_parser().parse_args(["bench", *argv])
+    return bench.prepare(args, lambda text: None)
+
+
+def test_what_runs_on_a_gpu_by_default(monkeypatch, tmp_path):
+    found = prepared(monkeypatch, tmp_path, "--ep", "4")
+    names = [e.name for e in found.settings.entries]
+    assert names == ["mok", "mok-ep4", "cublas", "torch", "sonic", "flashinfer"]
+    assert len(found.settings.shapes) == 8 and found.settings.phases
+    assert (found.settings.regime.warm_ms, found.settings.regime.run_ms) == (150, 300)
+    quick = prepared(monkeypatch, tmp_path, "--quick").settings
+    assert (len(quick.shapes), quick.rounds, quick.phases) == (2, 2, False)
+
+
+def test_a_sweep_runs_ours_through_the_ring_with_each_value(monkeypatch, tmp_path):
+    found = prepared(monkeypatch, tmp_path, "--sweep", "minibatch", "--suite", "quick")
+    entries = found.settings.entries
+    assert {e.name for e in entries} == {"mok-ep4"} and len(found.settings.shapes) == 1
+    rows = 4096 * 8 + 32 * 128  # of one rank, with a tile of padding for each expert
+    values = [e.config.minibatch_size for e in entries]
+    assert values[0] == 128 and values[-1] == rows
+    assert [e.setting for e in entries] == [f"minibatch_size={v}" for v in values]
+    chosen = prepared(monkeypatch, tmp_path, "--sweep", "comm_sms", "--values", "4,8", "--ep", "2")
+    assert [(e.name, e.config.fwd_num_comm_sms) for e in chosen.settings.entries] == [
+        ("mok-ep2", 4), ("mok-ep2", 8),
+    ]  # fmt: skip
+    capacity = prepared(monkeypatch, tmp_path, "--sweep", "capacity", "--peers", "torch")
+    names = [e.name for e in capacity.settings.entries]
+    assert names == ["mok"] * 4 + ["torch", "cublas"]
+
+
+def test_kernels_of_both_paths_are_compiled_beforehand(monkeypatch, tmp_path):
+    from mok.tools.bench import warm
+
+    asked = []
+    idle = types.SimpleNamespace(processes=[1], wait=lambda: ["out of disk"])
+    monkeypatch.setattr(warm, "Compilation", lambda specs, workers: asked.append(specs) or idle)
+    run = prepared(monkeypatch, tmp_path, "--ep", "4", "--passes", "forward")
+    said = []
+    bench.compile_kernels(
+        types.SimpleNamespace(workers=3), dataclasses.replace(run, say=said.append)
+    )
+    names = {spec.name for spec in asked[0]}
+    assert {"forward_direct", "forward_ring"} <= names and len(asked[0]) == len(set(asked[0]))
+    assert any("out of disk" in line for line in said)
 
 
 def fake_document(**more) -> dict:

@@ -31,7 +31,7 @@ from mok.tools.bench.programs import (
 from mok.tools.bench.programs.base import interleaved
 from mok.tools.bench.programs.ours import ep_size_of
 from mok.tools.bench.shapes import parse_shape
-from mok.tools.bench.timing import HostClock, Regime
+from mok.tools.bench.timing import HostClock
 from mok.tools.bench.warm import Compilation, layer_specs
 from mok.tools.bench.work import Work, make_work
 from tests.tools.bench.fakes import CPU, FakeClock
@@ -154,7 +154,8 @@ def test_phases_cover_a_call(work, launches):
         return program.backward(index, saved)
 
     clock = FakeClock()
-    cost = {"schedule": 1, "forward": 10, "token_sum": 2, "backward": 20, "router_grad": 3}
+    cost = {"schedule": 1, "forward": 10, "backward": 20, "router_grad": 3}
+    cost |= {"token_sum": 2, "dx_sum": 2}
     launches.launch = lambda spec, args: clock.spend(  # type: ignore[method-assign]
         next((ms for key, ms in cost.items() if spec.name.startswith(key)), 0)
     )
@@ -395,6 +396,11 @@ def test_sonic_chooses_once_per_shape_and_never_tunes(work, fake_sonic):
     assert all(not c.is_dynamic_persistent for c in fake_sonic.configs)
 
 
+def test_sonic_configurations_are_the_same_objects_for_every_shape(work, fake_sonic):
+    first, second = (sonic_configs.install(HostClock(), 2).configs for _ in range(2))
+    assert all(a is b for role in first for a, b in zip(first[role], second[role], strict=True))
+
+
 def test_sonic_one_variant_is_not_timed(work, fake_sonic):
     sonic.SonicProgram("sonic", work, options(variants=1)).forward(0)
     assert len(fake_sonic.configs) == 2
@@ -534,96 +540,3 @@ def test_flashinfer_that_is_not_installed(monkeypatch):
 def test_flashinfer_refuses_what_it_cannot_do(work, fake_flashinfer):
     with pytest.raises(Unavailable, match="multiple of 256"):
         flashinfer.FlashInferProgram("flashinfer", work, options())
-
-
-# ---------------------------------------------------------------------- upstream
-
-FAKE_UPSTREAM = """
-import torch
-
-class MoKConfig:
-    pass
-
-def create_workspace(config, group, *, device, num_local_tokens, hidden_size, topk):
-    print("noise on standard output")
-    return (num_local_tokens, hidden_size, topk)
-
-def build_schedule(workspace, config, ids, *, num_local_experts):
-    assert ids.dtype == torch.int64
-    return ids, num_local_experts
-
-def layer(ids, x, router, sg, su, sd, gate, up, down):
-    assert not sg.any() and sg.shape == gate.shape[1:] and sd.shape == down.shape[1:]
-    out = torch.zeros(x.shape)
-    for e in range(len(gate)):
-        gate_rows, up_rows = (x.float() @ w[e].float().T for w in (gate, up))
-        hidden = torch.nn.functional.silu(gate_rows) * up_rows
-        weight = torch.where(ids == e, router, 0).sum(1, keepdim=True)
-        out = out + weight * (hidden @ down[e].float().T)
-    return out
-
-def forward(config, workspace, schedule, x, w, *weights):
-    return layer(schedule[0], x, w, *weights).bfloat16(), "context"
-
-def backward(config, workspace, schedule, context, dy, x, w, *weights):
-    assert context == "context"
-    leaves = [t.detach().float().requires_grad_() for t in (x, w, *weights[3:])]
-    out = layer(schedule[0], leaves[0], leaves[1], *weights[:3], *leaves[2:])
-    return (*torch.autograd.grad(out, leaves, dy.float()), None, None, None)
-"""
-
-
-@pytest.fixture
-def fake_upstream(tmp_path):
-    """An interpreter whose only ``mok`` is a stand-in."""
-    package = tmp_path / "site" / "mok"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "functional.py").write_text(FAKE_UPSTREAM)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    return python
-
-
-@pytest.fixture(scope="module")
-def large_work() -> Work:
-    return make_work(parse_shape("512,256,256,2,1"), CPU)
-
-
-def test_upstream_runs_in_its_own_interpreter(large_work, fake_upstream):
-    program = make_program("upstream", large_work, options(paths={"upstream": str(fake_upstream)}))
-    try:
-        assert "in its own process" in program.note
-        oracle = Oracle(large_work)
-        assert oracle.output_error(program.output(program.forward(0))) < OUTPUT_LIMIT
-        output, saved = program.forward_training(0)
-        assert oracle.output_error(output) < OUTPUT_LIMIT
-        errors = oracle.gradient_errors(program.gradients(program.backward(0, saved)))
-        assert max(errors.values()) < GRADIENT_LIMIT
-        window = program.window("both", program.forward, HostClock(), Regime(1, 2))
-        assert window.calls >= 3 and window.median > 0 and window.end > window.begin
-    finally:
-        program.close()
-    assert program.process.poll() == 0
-
-
-def test_upstream_that_fails_is_named(large_work, fake_upstream, tmp_path):
-    def make(path: str) -> None:
-        make_program("upstream", large_work, options(paths={"upstream": path}))
-
-    with pytest.raises(Unavailable, match="--peers upstream=PYTHON"):
-        make("")
-    with pytest.raises(Unavailable, match="nowhere"):
-        make(str(tmp_path / "nowhere"))
-    (tmp_path / "site" / "mok" / "functional.py").write_text("raise OSError('needs a B200')")
-    with pytest.raises(Unavailable, match="needs a B200"):
-        make(str(fake_upstream))
-    fake_upstream.write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(Unavailable, match="ended with code 3"):
-        make(str(fake_upstream))
-
-
-def test_upstream_has_limits(work):
-    with pytest.raises(Unavailable, match="multiples of 256"):
-        make_program("upstream", work, options(paths={"upstream": "python"}))

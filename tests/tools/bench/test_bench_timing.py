@@ -89,9 +89,10 @@ def test_summary_is_of_rounds():
     assert found.calls == 9 and found.p10 == 1 and found.p90 == 9
 
 
-def test_summary_of_one_round_has_no_spread():
+def test_the_spread_of_one_round_is_that_of_its_calls():
     found = summarize(windows([5.0]))
     assert (found.ms, found.spread, found.p10, found.p90) == (5.0, 0.0, 5.0, 5.0)
+    assert summarize(windows([4, 5, 5, 5, 7])).spread == pytest.approx(0.6)
 
 
 def test_best_of_takes_the_fastest_and_names_what_fails():

@@ -71,7 +71,8 @@ def build(script, monkeypatch):
 def test_the_command_needs_no_compiler(script, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     timeline = tmp_path / "run.json"
-    assert emulate(str(script), "sm_90a", 2, 4, timeline=str(timeline), arguments=["100"]) == 0
+    found = emulate(str(script), "sm_90a", 2, 4, timeline=str(timeline), arguments=["100"])
+    assert found["reports"] == [] and len(found["launches"]) == 2
     assert "traceEvents" in json.loads(timeline.read_text())
 
 

@@ -21,6 +21,26 @@ CONFIGS: dict[str, tuple[tuple[int, int, bool, int, int], ...]] = {
     "d_weight": ((128, 192, True, 2, 1), (128, 256, False, 2, 1)),
 }
 
+_MADE: dict[tuple[Any, ...], Any] = {}
+
+
+def _made(config: Any, option: tuple[int, int, bool, int, int]) -> Any:
+    """The configuration object of an option, made once and kept: quack keys its plans by identity,
+    and the identity of a freed object may come back as another's."""
+    key = (config, *option)
+    if key not in _MADE:
+        rows, columns, pingpong, cluster_m, cluster_n = option
+        _MADE[key] = config(
+            tile_m=rows,
+            tile_n=columns,
+            pingpong=pingpong,
+            cluster_m=cluster_m,
+            cluster_n=cluster_n,
+            is_dynamic_persistent=False,
+        )
+    return _MADE[key]
+
+
 REDUCTION_SIZES = (4096, 8192)
 """Elements per program of its token sum that are tried; all are near the speed of memory."""
 
@@ -37,17 +57,10 @@ class Chooser:
         interface = importlib.import_module("quack.gemm_interface")
         config = importlib.import_module("quack.gemm_config").GemmConfig
         self.clock = clock
-        # quack keys its plans by the identity of the configuration: make each one once.
         self.configs = {
-            role: [
-                config(
-                    tile_m=rows, tile_n=columns, pingpong=pingpong, cluster_m=cluster_m,
-                    cluster_n=cluster_n, is_dynamic_persistent=False,
-                )
-                for rows, columns, pingpong, cluster_m, cluster_n in options[: max(variants, 1)]
-            ]
+            role: [_made(config, option) for option in options[: max(variants, 1)]]
             for role, options in CONFIGS.items()
-        }  # fmt: skip
+        }
         self.chosen: dict[tuple[Any, ...], int] = {}
         self._gated, self._dgated = interface.gemm_gated, interface.gemm_dgated
         self._plain = interface.gemm_tuned.fn

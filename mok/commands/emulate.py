@@ -1,0 +1,55 @@
+"""``mok emulate``: any CuTe DSL script on the CPU, its kernels in the emulator."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from mok.config import TILE_ROWS
+
+NAME = "emulate"
+HELP = "run a script's CuTe DSL kernels on the CPU, and report races, hangs and stray accesses"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", help="a Python file; it runs as __main__")
+    parser.add_argument("--arch", default="sm_90a", choices=TILE_ROWS)
+    parser.add_argument("--seeds", type=int, default=1, help="adversarial runs; 0: one plain run")
+    parser.add_argument("--num-sms", type=int, help="SMs of the emulated GPU")
+    parser.add_argument("--no-check", action="store_true", help="run without the checkers")
+    parser.add_argument("--timeline", help="write the last run's Perfetto JSON here")
+    parser.add_argument("arguments", nargs="*", help="passed to the script")
+
+
+def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    from mok.tools.emulator.cli import emulate
+
+    return emulate(
+        args.script,
+        args.arch,
+        seeds=args.seeds,
+        num_sms=args.num_sms,
+        check=not args.no_check,
+        timeline=args.timeline,
+        arguments=args.arguments,
+        console=progress,
+    )
+
+
+def passed(document: dict[str, Any]) -> bool:
+    return not document["reports"]
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    for launch in document["launches"]:
+        console.print(
+            f"{launch['run']}: {launch['kernel'][:60]} grid {launch['grid']},"
+            f" {launch['steps']} warp instructions, {launch['seconds']:.2f} s",
+            highlight=False,
+        )
+    for report in document["reports"]:
+        console.print(f"{report['run']}: {report['text']}", style="red", markup=False)
+    if not document["reports"]:
+        console.print("No report.")

@@ -1,0 +1,102 @@
+"""``mok trace``: timelines as Perfetto JSON and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mok.commands import scenarios
+
+NAME = "trace"
+HELP = "a timeline of a call, simulated or recorded, as Perfetto JSON and PNG or SVG"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    scenarios.add_shape(parser)
+    scenarios.add_config(parser)
+    parser.add_argument("--pass", dest="direction", default="forward")
+    parser.add_argument("--program", default="ours", choices=("ours", "upstream", "both"))
+    parser.add_argument(
+        "--records", type=Path, nargs="+", default=[], metavar="FILE",
+        help="show what kernels recorded, or earlier timelines (.json), instead of a simulation",
+    )  # fmt: skip
+    parser.add_argument("--simulate", action="store_true", help="beside --records, simulate too")
+    parser.add_argument(
+        "--out", type=Path, default=Path("mok_trace"), help="file name without ending"
+    )
+    parser.add_argument("--picture", default="png", choices=("png", "svg", "none"))
+
+
+def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    from mok.errors import MokError
+    from mok.runtime.trace import Trace, read_records
+    from mok.tools.trace.perfetto import read_perfetto, write_perfetto
+
+    traces: list[Trace] = []
+    for path in args.records:
+        if path.suffix == ".json":
+            traces += read_perfetto(path)
+            continue
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise MokError("records must be readable", f"{path}: {error.strerror}") from error
+        traces.append(read_records(data, path.stem))
+    if not traces or args.simulate:
+        traces += _simulated(args)
+    files = [args.out.with_name(args.out.name + ".json")]
+    write_perfetto(traces, files[0])
+    if args.picture != "none":
+        from mok.tools.trace.timeline import draw
+
+        files.append(args.out.with_name(f"{args.out.name}.{args.picture}"))
+        draw(traces, files[1])
+    return {
+        "files": [str(f) for f in files],
+        "traces": [
+            {
+                "source": t.source,
+                "events": len(t.events),
+                "lost": t.lost,
+                "ms": t.seconds * 1e3,
+                "sm_ms_by_kind": {kind: s * 1e3 for kind, s in sorted(t.totals().items())},
+            }
+            for t in traces
+        ],
+    }
+
+
+def _simulated(args: argparse.Namespace) -> list[Any]:
+    from mok.tools.simulator import simulate, timeline
+
+    shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
+    routing = scenarios.routing_of(args, shape)
+    config = scenarios.configs_of(args, shape, machine)[0]
+    programs = ("ours", "upstream") if args.program == "both" else (args.program,)
+    (direction,) = scenarios.passes_of(args.direction)[:1]
+    return [
+        timeline(
+            simulate(
+                scenarios.scenario(args, shape, config, machine, routing, direction, program),
+                record=True,
+            )
+        )
+        for program in programs
+    ]
+
+
+def passed(document: dict[str, Any]) -> bool:
+    return not any(t["lost"] for t in document["traces"])
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    for t in document["traces"]:
+        lost = f", {t['lost']} records lost" if t["lost"] else ""
+        console.print(
+            f"{t['source']}: {t['events']} tasks, {t['ms']:.3f} ms{lost}", highlight=False
+        )
+    for name in document["files"]:
+        console.print(f"wrote {name}", highlight=False, soft_wrap=True)

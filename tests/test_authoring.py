@@ -1,0 +1,90 @@
+"""docs/authoring.md works as it stands: its patches apply, and its programs run in the emulator."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "authoring.md").read_text()
+FOLDERS = ["mok", "kernels_cute", "runtime", "tools", "tests"]
+pytestmark = pytest.mark.emulator
+
+
+@dataclass
+class Section:
+    title: str
+    patches: list[str] = field(default_factory=list)
+    programs: list[tuple[str, str]] = field(default_factory=list)  # environment, code
+
+
+def sections() -> list[Section]:
+    found: list[Section] = []
+    block = re.compile(
+        r"^## (?P<title>[^\n]+)$"
+        r"|^<!-- patch -->\n```diff\n(?P<patch>.*?)^```$"
+        r"|^<!-- run(?:: (?P<env>.*))? -->\n```python\n(?P<code>.*?)^```$",
+        re.MULTILINE | re.DOTALL,
+    )
+    for match in block.finditer(PAGE):
+        if match["title"]:
+            found.append(Section(match["title"]))
+        elif match["patch"]:
+            found[-1].patches.append(match["patch"])
+        else:
+            found[-1].programs.append((match["env"] or "", match["code"]))
+    return [s for s in found if s.programs]
+
+
+def changed_lines(patch: str) -> int:
+    removed = len(re.findall(r"^-(?!--)", patch, re.MULTILINE))
+    return max(removed, len(re.findall(r"^\+(?!\+\+)", patch, re.MULTILINE)))
+
+
+def test_the_page_has_the_four_sections():
+    titles = [s.title for s in sections()]
+    assert len(titles) == 4
+    assert [len(s.patches) for s in sections()] == [0, 1, 1, 1]
+    assert changed_lines(sections()[1].patches[0]) <= 20  # the activation
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda s: s.title)
+def test_section(section, tmp_path):
+    for folder in FOLDERS:
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for patch in section.patches:
+        done = subprocess.run(
+            ["patch", "-p1"], input=patch, text=True, cwd=tmp_path, capture_output=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    for extra, code in section.programs:
+        program = tmp_path / "program.py"
+        program.write_text(code)
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        environment |= dict(pair.split("=") for pair in extra.split())
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.strip()
+        print(f"{section.title}: {spent:.1f} s of processor time\n{done.stdout}")
