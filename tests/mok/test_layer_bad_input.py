@@ -26,6 +26,7 @@ from mok.errors import (
     ShapeError,
 )
 from mok.reference import forward_loop, integer_case
+from mok.runtime import compile as compiler
 from mok.runtime import device as runtime_device
 from mok.runtime import driver
 from mok.runtime.group import Group
@@ -60,10 +61,19 @@ class Idle:
 
 
 @pytest.fixture
-def idle():
+def standin(monkeypatch):
+    monkeypatch.setattr(compiler, "_kernels", {})  # what is compiled here serves nobody else
     before = set_active_emulator(Idle())
     yield
     set_active_emulator(before)
+
+
+@pytest.fixture
+def idle(standin, monkeypatch):
+    def refuse(spec: Any) -> None:
+        raise AssertionError(f"{spec.name} was compiled in spite of a wrong argument")
+
+    monkeypatch.setattr(compiler, "_compile_only", refuse)
 
 
 def workspace(ep_size: int = 1, config: Config = SMALL, **changes: Any):
@@ -508,11 +518,7 @@ def test_a_workspace_on_the_cpu():
 
 
 @pytest.mark.parametrize("module", ["cutlass", "cutlass.cute"])
-def test_a_missing_dsl(idle, monkeypatch, tmp_path, module):
-    from mok.runtime import compile as compiler
-
-    monkeypatch.setenv("MOK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler, "_kernels", {})
+def test_a_missing_dsl(standin, monkeypatch, module):
     for name in [n for n in sys.modules if n.split(".")[0] == "cutlass"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
