@@ -57,24 +57,43 @@ class BackwardCall(Call):
         """Check what only backward has. ``grads``: given buffers per local rank, or None."""
         self.context = context
         self.dy = list(grad_output)
-        if len(context.gate_routed) != self.count:
-            raise ShapeError(
-                "the context must come from a forward call of the same ranks with save_context",
-                f"{len(context.gate_routed)} of {self.count} ranks",
-            )
+        self._check_context(context)
         for i in range(self.count):
             size = (self.tokens(i), self.shape.hidden_size)
             check_tensor(self.workspace, "grad_output", self.dy[i], size, (torch.bfloat16,))
         if grad_dtype not in (torch.bfloat16, torch.float32):
             raise DtypeError("weight gradients are bfloat16 or float32", str(grad_dtype))
         if accumulate and grads is None:
-            raise ShapeError("accumulate needs the buffers to add to", "grads is None")
+            raise ShapeError("accumulate needs the gradient buffers to add to", "grads is None")
+        for given in grads or ():
+            if given is not None and len(given) != len(GRAD_NAMES):
+                raise ShapeError(
+                    f"grads has {len(GRAD_NAMES)} buffers, in the order of the result",
+                    f"{len(given)} given",
+                )
         mode = "bf16" if grad_dtype == torch.bfloat16 else "fp32"
         self.grad_mode = mode + ("_add" if accumulate else "")
         self.grads = [
             self._weight_grads(i, grads[i] if grads is not None else None, grad_dtype)
             for i in range(self.count)
         ]
+
+    def _check_context(self, context: Any) -> None:
+        """The context must be one that ``forward`` saved in this workspace, whole."""
+        rule = "the context must come from forward with save_context, in this workspace"
+        if not isinstance(context, ForwardContext):
+            raise DtypeError(rule, type(context).__name__)
+        parts = [context.gate_routed, context.up_routed]
+        if not self.direct:
+            parts.append(context.x_routed)  # type: ignore[arg-type]
+        if self.shared is not None:
+            parts += [context.gate_shared, context.up_shared]  # type: ignore[list-item]
+        for part in parts:
+            if len(part) != self.count or any(t is None for t in part):
+                raise ShapeError(rule, f"{len(part)} saved tensors for {self.count} ranks")
+        for saved in context.gate_routed + context.up_routed:
+            if saved.shape[0] != self.ring:
+                raise ShapeError(f"{rule}: its ring has {self.ring} rows", saved.shape[0])
 
     def _weight_grads(self, i: int, given: Any, dtype: torch.dtype) -> WeightGrads:
         weights = [*(r[i] for r in self.routed), *(self.shared or (None, None, None))]

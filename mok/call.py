@@ -119,11 +119,19 @@ class Call:
     ) -> None:
         """``recompute``: no router weights and no down weights are given, nor needed."""
         workspace.check_open()
+        check_tunables(workspace, config)
         if workspace.records.any():
             workspace.check()
         self.config, self.workspace, self.schedule = config, workspace, schedule
         self.shape, self.sizes = workspace.shape, workspace.sizes
         self.direct = self.sizes.direct
+        if len(schedule.ranks) != len(workspace.group.local_ranks):
+            raise ShapeError(
+                "the schedule must be of the workspace's local ranks: "
+                f"{len(workspace.group.local_ranks)} of them",
+                f"a schedule of {len(schedule.ranks)} ranks",
+                "Build it with the same workspace",
+            )
         self.local_ranks = workspace.group.local_ranks
         self.count = len(self.local_ranks)
         self.stream = stream_of(workspace)
@@ -381,6 +389,18 @@ class Call:
 
 
 # ---------------------------------------------------------------------- arguments
+
+
+def check_tunables(workspace: Workspace, config: Config) -> None:
+    """A call may change the tunables that no buffer is sized by; not the ring's."""
+    for name in ("minibatch_size", "macrobatch_size"):
+        made, given = getattr(workspace.config, name), getattr(config, name)
+        if made != given:
+            raise ShapeError(
+                f"{name} must be what the workspace was made with: {made}",
+                given,
+                "Make a workspace for this config",
+            )
 
 
 def per_rank(workspace: Workspace, name: str, value: Any) -> list[Tensor]:

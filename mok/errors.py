@@ -12,10 +12,12 @@ class MokError(RuntimeError):
         remedy: what the caller can do about it.
     """
 
+    REMEDY = "Change the argument to satisfy the rule."  # where a place has nothing better to say
+
     def __init__(self, rule: str, value: object = "", remedy: str = "") -> None:
         self.rule = rule
         self.value = value
-        self.remedy = remedy
+        self.remedy = remedy or self.REMEDY
         super().__init__(rule, value, remedy)  # args rebuild the error when it is unpickled
 
     def __str__(self) -> str:

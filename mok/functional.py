@@ -24,13 +24,14 @@ from mok.call import (
     LaunchFacts,
     Schedule,
     check_tensor,
+    check_tunables,
     num_sms,
     per_rank,
     stream_of,
     unwrap,
 )
 from mok.config import Config, Shape
-from mok.errors import ShapeError
+from mok.errors import DtypeError, ShapeError
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group
@@ -64,6 +65,7 @@ def create_workspace(
     Raises:
         ShapeError, ResourceError, CapacityError, DriverError, DeviceError: a limit, named.
     """
+    _check_max_tokens(max_tokens)
     group, shape, arguments = _workspace_arguments(
         group, device, hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size
     )
@@ -87,6 +89,7 @@ def get_workspace(
     shared_intermediate_size: int | None = None,
 ) -> Workspace:
     """``create_workspace``, cached by its arguments. ``clear_workspace_cache`` empties the cache."""
+    _check_max_tokens(max_tokens)
     group, shape, arguments = _workspace_arguments(
         group, device, hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size
     )
@@ -95,6 +98,15 @@ def get_workspace(
     found = workspaces.get_workspace(group, shape, config, max(max_tokens, 1), **arguments)
     _check_config(config, found)
     return found
+
+
+def _check_max_tokens(max_tokens: Any) -> None:
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool):
+        raise DtypeError(
+            "max_tokens must be an int", f"{max_tokens!r} ({type(max_tokens).__name__})"
+        )
+    if max_tokens < 0:
+        raise ShapeError("max_tokens must be at least 0", max_tokens)
 
 
 def clear_workspace_cache() -> None:
@@ -165,10 +177,16 @@ def build_schedule(
     from mok.runtime.launch import launch
 
     workspace.check_open()
+    check_tunables(workspace, config)
     shape, sizes = workspace.shape, workspace.sizes
     locals_ = workspace.group.local_ranks
     ids = per_rank(workspace, "top_experts", top_experts)
     experts = num_local_experts if isinstance(num_local_experts, Sequence) else None
+    if experts is not None and len(experts) != len(locals_):
+        raise ShapeError(
+            f"num_local_experts needs one entry for each of the {len(locals_)} local ranks",
+            f"{len(experts)} given",
+        )
     stream, sms = stream_of(workspace), num_sms(workspace)
     for i, rank in enumerate(locals_):
         check_tensor(

@@ -45,4 +45,4 @@ def test_builtin_parents(cls, builtin):
 
 
 def test_value_and_remedy_are_optional():
-    assert str(errors.MokError("a rule")) == "a rule"
+    assert str(errors.MokError("a rule")) == f"a rule. {errors.MokError.REMEDY}"

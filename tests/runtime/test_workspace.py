@@ -175,7 +175,7 @@ def test_counters_and_ring_state(make):
     program = Forward(640, 100, 128, 192, 0, 128, 384, Tile())
     states = workspace.ring.state(program)
     assert len(states) == 5
-    assert states[4].x_ready == (3, 4) and states[4].y_ready == (0, 1)
+    assert states[4].x_ready == (3, program.x_ready_target(0)) and states[4].y_ready == (0, 1)
 
 
 # ---------------------------------------------------------------- error words
