@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mok import functional
 from mok.config import Config, Shape
+from mok.errors import MokError
 from mok.reference import Case, Experts
 from mok.runtime.group import Group
 from tests.helpers import POISON
@@ -340,6 +341,19 @@ def sensitive(case: Case) -> Case:
         routed=routed,
         shared=opposed(case.shared),
     )
+
+
+@contextlib.contextmanager
+def refused(error: type[MokError], *words: str) -> Iterator[None]:
+    """The block raises this error; its text has all the words, and no part of it is missing."""
+    with pytest.raises(error) as caught:
+        yield
+    found = caught.value
+    for word in words:
+        assert word.lower() in str(found).lower(), f"{word!r} is not in: {found}"
+    assert found.rule, "no rule"
+    assert str(found.value), f"no value: {found}"
+    assert found.remedy, f"no remedy: {found}"
 
 
 def first_tokens(case: Case, count: int) -> Case:
