@@ -6,16 +6,21 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from mok import functional
 from mok.config import Config, Shape
+from mok.errors import MokError
 from mok.reference import Case, Experts
 from mok.runtime.group import Group
 from tests.helpers import POISON
+
+if TYPE_CHECKING:
+    from mok.tools.emulator import Emulator
 
 SMALL = Config(fwd_num_comm_sms=2, bwd_num_comm_sms=2, minibatch_size=128, macrobatch_size=256)
 
@@ -207,6 +212,47 @@ def empty_holds_nan() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
+@contextlib.contextmanager
+def watched(machine: Emulator, layer: Layer) -> Iterator[None]:
+    """Tell the emulator of all memory that the layer's kernels may touch while the block runs.
+
+    Any other access is then an error, and data races in that memory are looked for.
+    """
+    w = layer.workspace
+    for buffer in w.sizes:
+        if buffer.place == "local":
+            machine.register(getattr(w, buffer.name))
+        elif buffer.place == "symmetric":
+            machine.register(*(getattr(w, buffer.name).peer(r) for r in w.group.local_ranks))
+    for rank in w.group.local_ranks:
+        machine.register(_Words(w.records.wait_address(rank), 16))
+        machine.register(_Words(w.records.route_address(rank), 8))
+    for experts in (layer.case.routed, layer.case.shared):
+        if experts is not None:
+            machine.register(experts.gate, experts.up, experts.down)
+
+    def declared(make: Any) -> Any:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            machine.register(tensor)
+            return tensor
+
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", declared(torch.empty))
+        patch.setattr(Tensor, "clone", declared(Tensor.clone))  # the layer's inputs
+        yield
+
+
+class _Words:
+    """int32 words at an address, for ``Emulator.register``."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.nbytes = 4 * count
+        self.__array_interface__ = {"data": (address, False)}
+
+
 def run_layer(
     case: Case,
     ep_size: int = 1,
@@ -217,13 +263,20 @@ def run_layer(
     max_tokens: int | None = None,
     save_context: bool = False,
     spoiled: bool = False,
+    machine: Emulator | None = None,
 ) -> Result:
-    """One call in a workspace of its own; ``spoiled``: all memory holds NaN before it."""
+    """One call in a workspace of its own.
+
+    Args:
+        spoiled: all memory holds NaN before the call.
+        machine: an emulator that is told of all memory.
+    """
     with (
         empty_holds_nan() if spoiled else contextlib.nullcontext(),
         Layer(
             case, ep_size, config, device, tokens_per_rank=tokens_per_rank, max_tokens=max_tokens
         ) as layer,
+        watched(machine, layer) if machine is not None else contextlib.nullcontext(),
     ):
         if spoiled:
             layer.spoil()
@@ -288,6 +341,19 @@ def sensitive(case: Case) -> Case:
         routed=routed,
         shared=opposed(case.shared),
     )
+
+
+@contextlib.contextmanager
+def refused(error: type[MokError], *words: str) -> Iterator[None]:
+    """The block raises this error; its text has all the words, and no part of it is missing."""
+    with pytest.raises(error) as caught:
+        yield
+    found = caught.value
+    for word in words:
+        assert word.lower() in str(found).lower(), f"{word!r} is not in: {found}"
+    assert found.rule, "no rule"
+    assert str(found.value), f"no value: {found}"
+    assert found.remedy, f"no remedy: {found}"
 
 
 def first_tokens(case: Case, count: int) -> Case:

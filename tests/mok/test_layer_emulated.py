@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,6 +26,7 @@ from tests.helpers_layer import (
     first_tokens,
     run_layer,
     sensitive,
+    watched,
     with_routes,
 )
 
@@ -181,11 +181,26 @@ def test_the_ring_wraps(ep_size, minibatch, macrobatch, seed):
     num_experts = (4 * macrobatch // 128 + 1) * ep_size
     case = integer_case(Shape(90, 64, 64, num_experts, 3, 1, 64), seed=5)
     config = Config(2, 2, minibatch, macrobatch)
-    with emulator(seed=seed):
-        found = run_layer(case, ep_size, config, save_context=True, spoiled=True)
+    with emulator(seed=seed) as machine:
+        found = run_layer(
+            case, ep_size, config, save_context=True, spoiled=True,
+            machine=None if seed is None else machine,
+        )  # fmt: skip
     assert found.facts.ring_slots == macrobatch // minibatch
     assert found.ring_wraps >= 3
     assert torch.equal(found.output, expected(case))
+
+
+@pytest.mark.parametrize("macrobatch", [128, 256])
+def test_the_ring_is_handed_over_among_many_workers(macrobatch):
+    """More comm workers than a block has items, so that no worker's own order hides a wait."""
+    case = integer_case(Shape(90, 64, 64, 10, 2), seed=12)
+    config = Config(7, 7, 128, macrobatch)
+    for seed in range(2):
+        with emulator(num_sms=9, seed=seed) as machine:
+            found = run_layer(case, 2, config, spoiled=True, machine=machine)
+        assert found.facts.comm_ctas == 7
+        assert torch.equal(found.output, expected(case))
 
 
 @pytest.mark.parametrize("macrobatch", [128, 256, 8192])
@@ -302,7 +317,11 @@ def test_ranks_change_no_bit(reference_bits, lengths):
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_interleaving_changes_no_bit(reference_bits, ep_size, seed):
-    with emulator(seed=seed), Layer(BITS, ep_size) as layer:
+    with (
+        emulator(seed=seed) as machine,
+        Layer(BITS, ep_size) as layer,
+        watched(machine, layer),
+    ):
         assert torch.equal(layer().output, reference_bits)
         assert torch.equal(layer(save_context=True).output, reference_bits)
 
@@ -311,8 +330,10 @@ def test_interleaving_changes_no_bit(reference_bits, ep_size, seed):
 @pytest.mark.parametrize("seed", range(2, 20))
 @pytest.mark.parametrize("ep_size", [1, 2, 3])
 def test_many_interleavings_change_no_bit(reference_bits, ep_size, seed):
-    with emulator(seed=seed):
-        found = run_layer(BITS, ep_size, configured(macrobatch_size=128), spoiled=True)
+    with emulator(seed=seed) as machine:
+        found = run_layer(
+            BITS, ep_size, configured(macrobatch_size=128), spoiled=True, machine=machine
+        )
     assert torch.equal(found.output, reference_bits)
 
 
@@ -327,8 +348,8 @@ def test_saving_the_context_changes_no_bit(reference_bits, ep_size):
 @pytest.mark.parametrize("ep_size", [2, 3])
 def test_the_least_machine_is_enough(reference_bits, ep_size):
     """All comm workers and one compute cluster."""
-    with emulator(num_sms=3, seed=11):
-        found = run_layer(BITS, ep_size, configured(macrobatch_size=128))
+    with emulator(num_sms=3, seed=11) as machine:
+        found = run_layer(BITS, ep_size, configured(macrobatch_size=128), machine=machine)
     assert (found.facts.grid, found.facts.comm_ctas) == (3, 2)
     assert torch.equal(found.output, reference_bits)
 
@@ -414,53 +435,15 @@ def test_a_schedule_serves_several_calls(ep_size):
 # ------------------------------------------------------------------ stray accesses
 
 
-def declare(machine, layer):
-    """Tell the emulator of all memory that kernels may touch; anything else is then an error."""
-    w = layer.workspace
-    for buffer in w.sizes:
-        if buffer.place == "local":
-            machine.register(getattr(w, buffer.name))
-        elif buffer.place == "symmetric":
-            machine.register(*(getattr(w, buffer.name).peer(r) for r in w.group.local_ranks))
-    for rank in w.group.local_ranks:
-        machine.register(np.frombuffer(w.records.barrier_view(rank), dtype=np.int32))
-        for address, words in (
-            (w.records.wait_address(rank), 16),
-            (w.records.route_address(rank), 8),
-        ):
-            machine.register(_Words(address, words))
-
-
-class _Words:
-    def __init__(self, address: int, count: int) -> None:
-        self.nbytes = 4 * count
-        self.__array_interface__ = {"data": (address, False)}
-
-
 @pytest.mark.parametrize("bad_id", [None, 4, -2, 2**31 - 1, 2**32, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("ep_size", [1, 3])
-def test_only_the_layers_own_memory_is_touched(monkeypatch, ep_size, bad_id):
+def test_only_the_layers_own_memory_is_touched(ep_size, bad_id):
     case = integer_case(Shape(70, 64 * 3, 64, 4, 2, 1, 64), seed=10)
     if bad_id is not None:
         ids = case.top_experts.clone()
         ids[41, 1] = bad_id
         case = with_routes(case, ids)
-    with emulator() as machine, Layer(case, ep_size) as layer:
-        empty, clone = torch.empty, torch.Tensor.clone
-
-        def declared(make):
-            def made(*args, **kwargs):
-                tensor = make(*args, **kwargs)
-                machine.register(tensor)
-                return tensor
-
-            return made
-
-        monkeypatch.setattr(torch, "empty", declared(empty))
-        monkeypatch.setattr(torch.Tensor, "clone", declared(clone))  # the layer's inputs
-        for experts in (case.routed, case.shared):
-            machine.register(experts.gate, experts.up, experts.down)
-        declare(machine, layer)
+    with emulator() as machine, Layer(case, ep_size) as layer, watched(machine, layer):
         schedule = layer.build_schedule()
         layer.workspace.records.clear()
         found = layer.queue(schedule=schedule, save_context=True)
