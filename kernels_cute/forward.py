@@ -13,11 +13,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from . import comm, program, sync
+from . import comm, sync
 from .forward_roles import Buffers, Context, ForwardRoles, Schedule, Sizes, Sources, Targets
 from .matrix import matrix
 from .program import Tile
-from .queue import DSL
 from .sync import int_ptr
 
 
@@ -182,23 +181,11 @@ class ForwardKernel(ForwardRoles):
         ctx = Context(sources, targets, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = self.enter(storage, ctx.counters.started)
-        prog = program.Forward(
-            rows=cute.arch.load(schedule.num_rows, Int32),
-            tokens=sizes.tokens,
-            hidden=sizes.hidden,
-            intermediate=sizes.intermediate,
-            shared_intermediate=sizes.shared_intermediate,
-            minibatch=sizes.minibatch,
-            macrobatch=sizes.macrobatch,
-            tile=self.tile,
-            ops=DSL,
-            recompute=self.recompute,
-        )
         if cutlass.const_expr(self.direct):
-            self.compute_cta(ctx, prog, shared)
+            self.compute_cta(ctx, shared)
         else:
             if shared.order < sizes.num_comm_ctas // self.ctas:
-                self.comm_cta(ctx, prog, shared)
+                self.comm_cta(ctx, shared)
                 self.cluster_sync()
             else:
-                self.compute_cta(ctx, prog, shared)
+                self.compute_cta(ctx, shared)

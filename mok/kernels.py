@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from mok.runtime.compile import KernelSpec
 
-BACKWARD_ARCHS = ("sm_90a",)
-"""Architectures with a backward kernel."""
-
 FORWARD = "mok.kernels_cute.forward:ForwardKernel"
+BACKWARD = "mok.kernels_cute.backward.kernel:BackwardKernel"
 
 
 def forward_spec(arch: str, direct: bool, save_context: bool = False) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring."""
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
-    return _forward(name, arch, direct=direct, save_context=save_context)
+    return _for_machine(name, arch, FORWARD, direct=direct, save_context=save_context)
 
 
 def recompute_spec(arch: str, direct: bool) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
-    return _forward(
-        f"recompute_{_path(direct)}", arch, direct=direct, save_context=True, recompute=True
+    return _for_machine(
+        f"recompute_{_path(direct)}",
+        arch,
+        FORWARD,
+        direct=direct,
+        save_context=True,
+        recompute=True,
     )
-
-
-def _forward(name: str, arch: str, **config: bool) -> KernelSpec:
-    # The kernel is built for a machine, so the architecture is also part of its configuration.
-    return KernelSpec(name, arch, FORWARD, tuple(sorted({"arch": arch, **config}.items())))
 
 
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
@@ -69,10 +69,10 @@ def token_sum_spec(
 def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there)."""
-    return KernelSpec.of(
+    return _for_machine(
         f"backward_{_path(direct)}_{grad_mode}",
         arch,
-        "mok.kernels_cute.backward.kernel:BackwardKernel",
+        BACKWARD,
         direct=direct,
         grad_mode=grad_mode,
     )
@@ -80,7 +80,7 @@ def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpe
 
 def plan_spec(arch: str) -> KernelSpec:
     """The tables of the backward program, from the schedule."""
-    return KernelSpec.of("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
+    return _for_machine("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
 
 
 def router_grad_spec(arch: str, direct: bool, ids_bits: int = 64) -> KernelSpec:
@@ -108,9 +108,7 @@ def forward_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
 
 
 def backward_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> list[KernelSpec]:
-    """Every kernel that a backward call may launch; none where backward does not exist yet."""
-    if arch not in BACKWARD_ARCHS:
-        return []
+    """Every kernel that a backward call may launch, at EP = 1 and at EP > 1."""
     kernels = [plan_spec(arch)]
     for direct in (True, False):
         kernels += [
@@ -119,6 +117,11 @@ def backward_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> li
             token_sum_spec(arch, direct, has_shared, has_weights=False),
         ]
     return kernels
+
+
+def _for_machine(name: str, arch: str, factory: str, **config: Hashable) -> KernelSpec:
+    # The kernel is built for a machine, so the architecture is also part of its configuration.
+    return KernelSpec(name, arch, factory, tuple(sorted({"arch": arch, **config}.items())))
 
 
 def _path(direct: bool) -> str:
