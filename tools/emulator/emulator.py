@@ -106,7 +106,8 @@ class Emulator:
     and asynchronous completions the seed decides.  ``check``: look for data races and reads of
     memory that nothing has written (by default with a seed only: it costs time).  ``max_steps``:
     warp instructions that one launch may take.  ``rewrite``: applied to the PTX before it runs.
-    ``timeline``: keep what ``Report.write_timeline`` needs.  Once ``register`` was called, an
+    ``timeline``: keep what ``Report.write_timeline`` needs.  ``progress``: called now and then with
+    the warp instructions that the running launch has taken so far.  Once ``register`` was called, an
     access to global memory outside every registered tensor is an error.
 
     Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
@@ -123,6 +124,7 @@ class Emulator:
         max_steps: int | None = None,
         rewrite: Callable[[str], str] | None = None,
         timeline: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         if arch not in LIMITS:
             raise EmulatorError("the architecture must be emulated", arch, f"use {list(LIMITS)}")
@@ -130,6 +132,7 @@ class Emulator:
         self.num_sms = num_sms or (132 if arch == "sm_90a" else 148)
         self.check = seed is not None if check is None else check
         self.max_steps, self.rewrite, self.timeline = max_steps, rewrite, timeline
+        self.progress = progress
         self.report = Report(arch, seed)
         self._ranges: dict[int, int] = {}
         self._keep: list[Any] = []
@@ -202,6 +205,7 @@ class Emulator:
             self.check,
             self.max_steps,
         )
+        machine.progress = self.progress
         machine.engine.timeline = self.report.events if self.timeline else None
         try:
             machine.run()

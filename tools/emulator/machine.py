@@ -125,6 +125,7 @@ class Machine(BulkOps):
         max_steps: int | None = None,
     ) -> None:
         self.max_steps = max_steps
+        self.progress: Callable[[int], None] | None = None
         self.program, self.request, self.limits = program, request, limits
         self.num_sms = num_sms
         self.seed = seed
@@ -384,6 +385,8 @@ class Machine(BulkOps):
         self.started = time.perf_counter()
         while True:
             result = run_grid(address, 1 << 18 if self.seed is None else 256)
+            if self.progress is not None:
+                self.progress(int(self.x[L.X_STEPS]))
             if result == L.R_PY:
                 self.idle_rounds = 0
                 self._python(self.warps[int(self.x[L.X_CURRENT])])
