@@ -271,8 +271,8 @@ class MegaKernel:
 
     @cute.jit
     def blackwell_roles(self, ctx, prog, shared, warp):
-        """Accumulators in tensor memory leave every warp below the launch's 168 registers."""
-        MMA_WARP, SCHEDULER_WARP = 2, 3
+        """Register budget: 4 warps of 120, 4 of 208, 4 gather warps of the launch's 168."""
+        MMA_WARP = 2  # the next one schedules
         columns = self.machine.tmem_columns
         word = shared.storage.tmem.data_ptr()
         if warp == MMA_WARP:
@@ -282,19 +282,22 @@ class MegaKernel:
         cute.arch.sync_threads()
         ptx_sm100.tcgen05_after_sync()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, word)
-        if warp == LOAD_WARP:
-            self.load_role(ctx, prog, shared)
-        elif warp == STORE_WARP:
-            self.store_role(ctx, shared)
-        elif warp == MMA_WARP:
-            if self.rank_in_cluster() == 0:
-                self.mma_role(shared, tmem)
-        elif warp == SCHEDULER_WARP:
-            if self.rank_in_cluster() == 0:
-                self.schedule_role(ctx, prog, shared)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(120)
+            if warp == LOAD_WARP:
+                self.load_role(ctx, prog, shared)
+            elif warp == STORE_WARP:
+                self.store_role(ctx, shared)
+            elif warp == MMA_WARP:
+                if self.rank_in_cluster() == 0:
+                    self.mma_role(shared, tmem)
             else:
-                shared.queue.relay(END)
+                if self.rank_in_cluster() == 0:
+                    self.schedule_role(ctx, prog, shared)
+                else:
+                    shared.queue.relay(END)
         elif warp < self.first_gather_warp:
+            cute.arch.setmaxregister_increase(208)
             self.result_role(ctx, shared, self.mainloop.worker(warp, tmem.toint()))
         else:
             if cutlass.const_expr(self.direct):
