@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mok.kernels_cute.machine import machine_of
 from mok.runtime.compile import KernelSpec
 
 BACKWARD_ARCHS = ("sm_90a",)
@@ -10,20 +11,29 @@ BACKWARD_ARCHS = ("sm_90a",)
 FORWARD = "mok.kernels_cute.forward:ForwardKernel"
 
 
-def forward_spec(arch: str, direct: bool, save_context: bool = False) -> KernelSpec:
+def forward_spec(
+    arch: str, direct: bool, save_context: bool = False, launch_control: bool = True
+) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring."""
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
-    return _forward(name, arch, direct=direct, save_context=save_context)
+    return _forward(name, arch, launch_control, direct=direct, save_context=save_context)
 
 
-def recompute_spec(arch: str, direct: bool) -> KernelSpec:
+def recompute_spec(arch: str, direct: bool, launch_control: bool = True) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
-    return _forward(
-        f"recompute_{_path(direct)}", arch, direct=direct, save_context=True, recompute=True
-    )
+    name = f"recompute_{_path(direct)}"
+    return _forward(name, arch, launch_control, direct=direct, save_context=True, recompute=True)
 
 
-def _forward(name: str, arch: str, **config: bool) -> KernelSpec:
+def scheduling_of(arch: str, launch_control: bool) -> str:
+    """How a megakernel gets its next task: "clc" or "tickets"."""
+    return machine_of(arch).scheduling[0 if launch_control else -1]
+
+
+def _forward(name: str, arch: str, launch_control: bool, **config: bool | str) -> KernelSpec:
+    if scheduling_of(arch, launch_control) != scheduling_of(arch, True):
+        name += "_tickets"
+        config["scheduling"] = scheduling_of(arch, launch_control)
     # The kernel is built for a machine, so the architecture is also part of its configuration.
     return KernelSpec(name, arch, FORWARD, tuple(sorted({"arch": arch, **config}.items())))
 
