@@ -57,8 +57,13 @@ class Barrier:
             self.group.barrier("a new device barrier")  # nobody signals before all words are zero
 
     def poison_address(self, rank: int) -> int:
-        """Address of a rank's poison word: nonzero once any rank gave up; kernels then return."""
+        """Address of a rank's poison word: nonzero once any rank gave up; barriers then return."""
         return self._poison.address(rank)
+
+    def gate_address(self, rank: int) -> int:
+        """Address of the word that kernels after a barrier read at entry, nonzero if this rank's last
+        barrier found the group poisoned; 0 in a local group, which cannot be."""
+        return 0 if self.group.is_local else self._epoch.address(rank) + 4
 
     def __call__(self, stream: Any = None, timeout_s: float | None = None) -> None:
         """Put a barrier on a stream (torch's current one by default)."""
@@ -146,3 +151,5 @@ class Barrier:
         if int(own[0]) and not record[R.BARRIER_STATE]:
             record[R.BARRIER_STATE], record[R.BARRIER_EPOCH] = R.POISONED, now
             record[R.BARRIER_POISONER] = int(own[0])
+        if int(own[0]):
+            epoch[1] = int(own[0])
