@@ -120,8 +120,7 @@ class Call:
         """``recompute``: no router weights and no down weights are given, nor needed."""
         workspace.check_open()
         check_tunables(workspace, config)
-        if workspace.records.any():
-            workspace.check()
+        workspace.check_group()
         self.config, self.workspace, self.schedule = config, workspace, schedule
         self.shape, self.sizes = workspace.shape, workspace.sizes
         self.direct = self.sizes.direct
@@ -319,6 +318,7 @@ class Call:
             w.heap.stride,
             self.counters[i],
             w.records.wait_address(rank),
+            w.barrier.gate_address(rank),
             int(self.config.timeout_s * 1e9),
             T,
             H,
@@ -378,6 +378,7 @@ class Call:
             self._address(shared),
             self._address(scale),
             slots.data_ptr(),
+            self.workspace.barrier.gate_address(self.local_ranks[i]),
             T,
             H,
             self.shape.topk,
