@@ -157,6 +157,7 @@ class Config:
         timeout_s: seconds after which a wait inside a kernel or a barrier gives up and reports.
         reserved_sms: SMs that a persistent grid leaves to other kernels.
         debug: check expert ids on the host (costs a synchronisation).
+        trace: kernels record begin and end of every task; ``Workspace.recorder`` reads them.
 
     Raises ShapeError or DtypeError.
     """
@@ -169,6 +170,7 @@ class Config:
     timeout_s: float = 300.0
     reserved_sms: int = 0
     debug: bool = False
+    trace: bool = False
 
     def __post_init__(self) -> None:
         _require_int("fwd_num_comm_sms", self.fwd_num_comm_sms, 1)

@@ -10,20 +10,26 @@ BACKWARD_ARCHS = ("sm_90a",)
 FORWARD = "mok.kernels_cute.forward:ForwardKernel"
 
 
-def forward_spec(arch: str, direct: bool, save_context: bool = False) -> KernelSpec:
-    """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring."""
+def forward_spec(
+    arch: str, direct: bool, save_context: bool = False, trace: bool = False
+) -> KernelSpec:
+    """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring.
+
+    ``trace`` records begin and end of every task."""
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
-    return _forward(name, arch, direct=direct, save_context=save_context)
+    return _forward(name, arch, trace, direct=direct, save_context=save_context)
 
 
-def recompute_spec(arch: str, direct: bool) -> KernelSpec:
+def recompute_spec(arch: str, direct: bool, trace: bool = False) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
     return _forward(
-        f"recompute_{_path(direct)}", arch, direct=direct, save_context=True, recompute=True
+        f"recompute_{_path(direct)}", arch, trace, direct=direct, save_context=True, recompute=True
     )
 
 
-def _forward(name: str, arch: str, **config: bool) -> KernelSpec:
+def _forward(name: str, arch: str, trace: bool, **config: bool) -> KernelSpec:
+    if trace:
+        name, config = f"{name}_trace", {**config, "trace": True}
     # The kernel is built for a machine, so the architecture is also part of its configuration.
     return KernelSpec(name, arch, FORWARD, tuple(sorted({"arch": arch, **config}.items())))
 
