@@ -93,9 +93,7 @@ def read_perfetto(path: Path) -> list[Trace]:
         if e["ph"] == "X":
             begin = e["ts"] * 1e-6
             events[e["pid"]].append(
-                Event(
-                    e["name"], e["cat"], begin=begin, end=begin + e["dur"] * 1e-6, **e["args"]
-                )
+                Event(e["name"], e["cat"], begin=begin, end=begin + e["dur"] * 1e-6, **e["args"])
             )
     traces = []
     for notes, found in zip(other["traces"], events, strict=True):
