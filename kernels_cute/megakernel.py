@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import ptx_sm100, sync
+from . import ptx_sm100, sync, tracing
 from .epilogue.staging import RowStaging, Staging
 from .gemm import sm90, sm100
 from .gemm.operands import Stages, aligned, view
@@ -102,6 +102,8 @@ class MegaKernel(Invariant):
         mok.errors.ResourceError: the configuration does not fit the machine.
     """
 
+    trace = False  # record begin and end of every task
+
     def __init__(
         self,
         arch: str,
@@ -136,9 +138,9 @@ class MegaKernel(Invariant):
             self.readers = 2 + self.mainloop.EPILOGUE_WARPS + gather_warps
         self.wait_role = sync.ROLES.index("load" if self.hopper else "scheduler")
         self.use_clc = self.scheduling == "clc"
-        # Per thread of each warpgroup; on Hopper the last two multiply. None: as launched, which is
-        # enough where accumulators lie in tensor memory and an epilogue keeps few values.
-        self.registers: tuple[int, int, int] | None = (104, 200, 200) if self.hopper else None
+        # Per thread of each warpgroup: on Hopper the last two multiply; on Blackwell the second has the
+        # epilogue, the third gathers.
+        self.registers = (104, 200, 200) if self.hopper else (120, 208, 168)
         self.counts_starts = self.use_clc or not direct
 
     # ---------------------------------------------------------------- host
@@ -169,6 +171,8 @@ class MegaKernel(Invariant):
                 "launch_arrived": array[Int64, 1],
                 "launch_reply": words[array[Int32, 4], 16],
             }
+        if self.trace:
+            fields["trace_words"] = array[Int64, tracing.WORDS]
         fields |= self.mainloop.buffers()
         fields["sD"] = aligned(cute.cosize(self.staging.layout))
         return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
@@ -294,7 +298,8 @@ class MegaKernel(Invariant):
 
     @cute.jit
     def blackwell_roles(self, ctx, shared, warp):
-        MMA_WARP = 2
+        """Result warps read gate, up and the accumulator at once, so they get more registers."""
+        MMA_WARP = 2  # the next one schedules
         columns = self.machine.tmem_columns
         word = shared.storage.tmem.data_ptr()
         if warp == MMA_WARP:
@@ -346,12 +351,11 @@ class MegaKernel(Invariant):
         Their sum over the three warpgroups is what the CTA was launched with, 3 · 168: an increase waits
         for registers that others give up, and the rest of the SM's are not in the pool.
         """
-        if self.registers is not None:
-            count = self.registers[group]
-            if count > LAUNCH_REGISTERS:
-                cute.arch.setmaxregister_increase(count)
-            else:
-                cute.arch.setmaxregister_decrease(count)
+        count = self.registers[group]
+        if count > LAUNCH_REGISTERS:
+            cute.arch.setmaxregister_increase(count)
+        elif count < LAUNCH_REGISTERS:
+            cute.arch.setmaxregister_decrease(count)
 
     def first_task(self, ctx, prog) -> Feed:
         """A load warp's feed before its first task."""

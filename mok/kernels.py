@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from mok.kernels_cute.machine import machine_of
 from mok.runtime.compile import KernelSpec
 
 FORWARD = "mok.kernels_cute.forward:ForwardKernel"
 BACKWARD = "mok.kernels_cute.backward.kernel:BackwardKernel"
 
 
-def forward_spec(arch: str, direct: bool, save_context: bool = False) -> KernelSpec:
-    """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring."""
+def forward_spec(
+    arch: str,
+    direct: bool,
+    save_context: bool = False,
+    launch_control: bool = True,
+    trace: bool = False,
+) -> KernelSpec:
+    """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring.
+
+    ``trace`` records begin and end of every task.
+    """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
-    return _for_machine(name, arch, FORWARD, direct=direct, save_context=save_context)
+    config = {"direct": direct, "save_context": save_context}
+    return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
-def recompute_spec(arch: str, direct: bool) -> KernelSpec:
+def recompute_spec(
+    arch: str, direct: bool, launch_control: bool = True, trace: bool = False
+) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
-    return _for_machine(
-        f"recompute_{_path(direct)}",
-        arch,
-        FORWARD,
-        direct=direct,
-        save_context=True,
-        recompute=True,
-    )
+    config = {"direct": direct, "save_context": True, "recompute": True}
+    name = f"recompute_{_path(direct)}"
+    return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
+
+
+def scheduling_of(arch: str, launch_control: bool) -> str:
+    """How a megakernel gets its next task: "clc" or "tickets"."""
+    return machine_of(arch).scheduling[0 if launch_control else -1]
 
 
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
@@ -119,7 +132,19 @@ def backward_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> li
     return kernels
 
 
-def _for_machine(name: str, arch: str, factory: str, **config: Hashable) -> KernelSpec:
+def _for_machine(
+    name: str,
+    arch: str,
+    factory: str,
+    launch_control: bool = True,
+    trace: bool = False,
+    **config: Hashable,
+) -> KernelSpec:
+    if scheduling_of(arch, launch_control) != scheduling_of(arch, True):
+        name += "_tickets"
+        config["scheduling"] = scheduling_of(arch, launch_control)
+    if trace:
+        name, config = f"{name}_trace", {**config, "trace": True}
     # The kernel is built for a machine, so the architecture is also part of its configuration.
     return KernelSpec(name, arch, factory, tuple(sorted({"arch": arch, **config}.items())))
 

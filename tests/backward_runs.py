@@ -88,6 +88,7 @@ class BackwardRun:
         self.limit = float("inf") if case.swiglu_limit is None else case.swiglu_limit
         self.ids = case.top_experts.split(self.lengths)
         self.schedules = schedule_reference(self.ids, self.num_experts, ep_size, self.tile.m)
+        self.gate = 0
         self.record = torch.zeros(64, dtype=torch.int32, device=self.device)
         self.make_heap(dy)
 
@@ -258,6 +259,7 @@ class _Rank:
             "rank": self.rank,
             "rank_stride": run.stride,
             "record": run.record,
+            "gate": run.gate,
             "timeout_ns": TIMEOUT_NS,
             "swiglu_limit": run.limit,
         }
@@ -266,7 +268,9 @@ class _Rank:
         """The forward kernel with ``save_context``."""
         run = self.run
         layout = program.counter_layout(
-            self.minibatches, max(self.schedule.num_tokens // self.tile, 1), -(-self.tokens // self.tile)
+            self.minibatches,
+            max(self.schedule.num_tokens // self.tile, 1),
+            -(-self.tokens // self.tile),
         )
         shared_i = max(run.shared_i, 64)
         self.y = run.full(self.rows, run.hidden)

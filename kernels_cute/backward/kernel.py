@@ -28,7 +28,6 @@ from .store import StoreRoles
 GRAD_MODES = ("bf16", "fp32", "bf16_add", "fp32_add")
 TILE_N = 256  # accumulator columns
 BLACKWELL_STAGES = 5
-BLACKWELL_REGISTERS = (112, 232, 160)  # load, store, MMA, scheduler; epilogue; gather
 
 
 class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
@@ -64,8 +63,6 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         if stages is None and not hopper:
             stages = BLACKWELL_STAGES
         super().__init__(arch, direct, TILE_N, stages, scheduling, 2 if hopper else 4)
-        if not hopper:
-            self.registers = BLACKWELL_REGISTERS
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
         self.tile = backward_tile(self.machine, group_m)
@@ -149,6 +146,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         rank_stride: Int64,  # bytes
         counters: Int64,  # int32, zeroed
         record: Int64,  # int32 [RECORD_WORDS]
+        gate: Int64,  # int32 [1], 0 for none: nonzero, and the launch does nothing
         timeout_ns: Int64,
         tokens: Int32,
         hidden: Int32,
@@ -260,7 +258,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         self.shared_storage = self.make_storage()
         self.kernel(
             sources, targets, outputs, schedule, sizes, buffers,
-            sync.Watch(record, timeout_ns, rank), swiglu_limit,
+            sync.Watch(record, timeout_ns, rank, gate), swiglu_limit,
         ).launch(**self.launch_options(grid, stream))  # fmt: skip
 
     @cute.kernel
@@ -281,7 +279,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         shared = self.enter(storage, ctx.counters.started)
         if cutlass.const_expr(self.direct):
             self.compute_cta(ctx, shared)
-        else:
+        elif sync.goes_on(watch.gate):
             if shared.order < sizes.num_comm_ctas // self.ctas:
                 self.comm_cta(ctx, shared)
                 self.cluster_sync()

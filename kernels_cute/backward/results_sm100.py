@@ -58,26 +58,31 @@ class Results(Invariant):
             part = Float32(0.0)
             second, second_phase = advance(chunk, chunk_phase, stages)
             third, third_phase = advance(second, second_phase, stages)
+            cute.arch.mbarrier_wait(stores.empty + chunk, chunk_phase ^ 1)
+            cute.arch.mbarrier_wait(stores.empty + second, second_phase ^ 1)
+            cute.arch.mbarrier_wait(stores.empty + third, third_phase ^ 1)
+            targets = [sD_row + at * staging.chunk_bytes for at in (chunk, second, third)]
             for piece in cutlass.range_constexpr(pieces):
                 gates, ups = ahead
                 if cutlass.const_expr(c * pieces + piece + 1 < kernel.chunks * pieces):
                     ahead = self.read_ahead(entry, sources, c * pieces + piece + 1)
                 (acc,) = main.columns(worker, at, c * CHUNK_N + piece * main.PIECE)
-                d_gates, d_ups, weighted = [], [], []
-                for i in cutlass.range_constexpr(main.PIECE // 2):
-                    g, u = ptx.unpack_bf16(gates[i]), ptx.unpack_bf16(ups[i])
-                    pair = []
-                    for side in cutlass.range_constexpr(2):
-                        d_hidden = acc[2 * i + side]
-                        d = swiglu_backward(g[side], u[side], d_hidden, weight, limit)
-                        part = ptx.fma_rn(d_hidden, d.hidden, part)
-                        pair.append(d)
-                    d_gates.append(ptx.pack_bf16(pair[0].gate, pair[1].gate))
-                    d_ups.append(ptx.pack_bf16(pair[0].up, pair[1].up))
-                    weighted.append(ptx.pack_bf16(pair[0].weighted, pair[1].weighted))
-                staging.put_packed(d_gates, stores, sD_row, worker.row, chunk, chunk_phase, piece)
-                staging.put_packed(d_ups, stores, sD_row, worker.row, second, second_phase, piece)
-                staging.put_packed(weighted, stores, sD_row, worker.row, third, third_phase, piece)
+                for eight in cutlass.range_constexpr(main.PIECE // 8):
+                    packed = [[], [], []]  # d_gate, d_up, w·hidden
+                    for i in cutlass.range_constexpr(4 * eight, 4 * eight + 4):
+                        g, u = ptx.unpack_bf16(gates[i]), ptx.unpack_bf16(ups[i])
+                        pair = []
+                        for side in cutlass.range_constexpr(2):
+                            d_hidden = acc[2 * i + side]
+                            d = swiglu_backward(g[side], u[side], d_hidden, weight, limit)
+                            part = ptx.fma_rn(d_hidden, d.hidden, part)
+                            pair.append(d)
+                        packed[0].append(ptx.pack_bf16(pair[0].gate, pair[1].gate))
+                        packed[1].append(ptx.pack_bf16(pair[0].up, pair[1].up))
+                        packed[2].append(ptx.pack_bf16(pair[0].weighted, pair[1].weighted))
+                    for values, target in zip(packed, targets, strict=True):
+                        staging.write_8(values, target, worker.row, 4 * piece + eight)
+            staging.hand_over(stores, chunk, second, third)
             chunk, chunk_phase = advance(third, third_phase, stages)
             column = entry.n * kernel.chunks + c
             kernel.store_partial(ctx, routed, partial_row, groups, column, part)
