@@ -147,7 +147,7 @@ def prepare_forward(
     """A function that runs the pass, schedule included, in a workspace that is made once."""
     lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
     if backend.kind == "reference":
-        sizes = (
+        sizes: dict[str, Any] = (
             {"minibatch": config.minibatch_size, "macrobatch": config.macrobatch_size}
             if config
             else {}
