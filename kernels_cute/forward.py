@@ -13,6 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from mok.errors import ResourceError
+
 from . import comm, program, sync
 from .forward_roles import Buffers, Context, ForwardRoles, Schedule, Sizes, Sources, Targets
 from .matrix import matrix
@@ -29,6 +31,7 @@ class ForwardKernel(ForwardRoles):
         arch: "sm_90a", "sm_100a" or "sm_103a".
         save_context: also store gate and up, rounded to BF16, for backward.
         recompute: only rebuild what save_context stores (activation checkpointing).
+        mxfp8: routed experts in MXFP8; dispatch and the SwiGLU epilogue quantise. Not with ``direct``.
         tile_n: accumulator columns, 128 or 256: tile_n/2 columns of I, or tile_n columns of H.
         group_m: row blocks that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
@@ -45,13 +48,17 @@ class ForwardKernel(ForwardRoles):
         arch: str = "sm_90a",
         save_context: bool = False,
         recompute: bool = False,
+        mxfp8: bool = False,
         tile_n: int = 256,
         group_m: int | None = None,
         stages: int | None = None,
         scheduling: str | None = None,
         name: str = "mok_forward",
     ):
+        if mxfp8 and direct:
+            raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         super().__init__(arch, direct, tile_n, stages, scheduling)
+        self.mxfp8 = mxfp8
         self.save_context = save_context or recompute
         self.recompute = recompute
         self.name = name
@@ -86,6 +93,11 @@ class ForwardKernel(ForwardRoles):
         saved_up: Int64,  # bf16 [macrobatch, I] (save_context)
         saved_shared_gate: Int64,  # bf16 [T, Is] (save_context)
         saved_shared_up: Int64,  # bf16 [T, Is] (save_context)
+        gate_scales: Int64,  # uint8 [El, I/128, H/128, 512] (mxfp8 on Blackwell, as the next four)
+        up_scales: Int64,  # uint8 [El, I/128, H/128, 512]
+        down_scales: Int64,  # uint8 [El, H/128, I/128, 512]
+        x_scales: Int64,  # uint8 [macrobatch/128, H/128, 512]
+        hidden_scales: Int64,  # uint8 [macrobatch/128, I/128, 512]
         x_heap: Int64,  # symmetric bf16 [max tokens, H], rank 0's address
         slots_heap: Int64,  # symmetric bf16 [max tokens * K, H], rank 0's address
         rank_stride: Int64,  # bytes
@@ -158,7 +170,7 @@ class ForwardKernel(ForwardRoles):
             max_blocks,
             num_comm_ctas,
         )
-        buffers = Buffers(x_ring, y, x_heap, slots_heap, counters)
+        buffers = Buffers(x_ring, x_scales, y, x_heap, slots_heap, counters)
         watch = sync.Watch(record, timeout_ns, rank)
         self.shared_storage = self.make_storage()
         self.kernel(sources, targets, schedule, sizes, buffers, watch, swiglu_limit).launch(

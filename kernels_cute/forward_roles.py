@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import comm, program, sync
+from . import comm, comm_mxfp8, program, ptx, sync
+from .epilogue import quantise
 from .epilogue.swiglu import swiglu
 from .gemm.operands import RowSource, Tma
 from .invariant import Invariant
@@ -73,7 +74,8 @@ class Sizes(NamedTuple):
 class Buffers(NamedTuple):
     """Addresses that comm workers use."""
 
-    x_ring: Int64  # bf16 [macrobatch, H]
+    x_ring: Int64  # bf16 [macrobatch, H]; e4m3 where the MMA takes scales
+    x_scales: Int64  # E8M0 of the x ring in tiles (MXFP8 where the MMA takes scales)
     y_ring: Int64  # bf16 [macrobatch, H]
     x_heap: Int64  # rank 0's bf16 [max tokens, H]; rank r's is r*rank_stride further
     slots_heap: Int64  # rank 0's bf16 [max tokens * K, H]
@@ -236,22 +238,27 @@ class ForwardRoles(MegaKernel):
             kind = entry.kind
             if entry.k_tiles > 0:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
-                if kind == UP or kind == SHARED_UP:
+                if kind == UP:
                     chunk, chunk_phase = self.up_epilogue(
-                        ctx, shared, worker, at, chunk, chunk_phase
+                        ctx, shared, worker, at, chunk, chunk_phase, self.mxfp8
+                    )
+                elif kind == SHARED_UP:
+                    chunk, chunk_phase = self.up_epilogue(
+                        ctx, shared, worker, at, chunk, chunk_phase, False
                     )
                 else:
                     chunk, chunk_phase = self.down_epilogue(shared, worker, at, chunk, chunk_phase)
                 at, phase = main.give_back(worker, bars, at, phase)
 
     @cute.jit
-    def up_epilogue(self, ctx, shared, worker, at, chunk, phase):
+    def up_epilogue(self, ctx, shared, worker, at, chunk, phase, mxfp8: cutlass.Constexpr[bool]):
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
         up_n = self.tile.up_n
         for c in cutlass.range_constexpr(up_n // CHUNK_N):
             chunk, phase = self.put_chunk(
                 shared, worker, at, (c * CHUNK_N, c * CHUNK_N + up_n), chunk, phase,
                 lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
+                quantise.wgmma_columns if mxfp8 else None,
             )  # fmt: skip
             if cutlass.const_expr(self.save_context):
                 for column in (c * CHUNK_N, c * CHUNK_N + up_n):
@@ -269,15 +276,22 @@ class ForwardRoles(MegaKernel):
     def put_chunk(
         self, shared, worker, at, columns: cutlass.Constexpr[tuple[int, ...]], chunk, phase,
         formula: cutlass.Constexpr = lambda value: value,
+        quantised: cutlass.Constexpr = None,
     ):  # fmt: skip
-        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result."""
+        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result.
+
+        ``quantised`` is applied to the result once it is rounded to BF16.
+        """
         main, staging = self.mainloop, self.staging
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
         for piece in cutlass.range_constexpr(staging.PIECES):
             first = [column + piece * main.PIECE for column in columns]
             values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
-            chunk, phase = staging.put(
-                values, shared.stores, sD_row, worker.row, chunk, phase, piece
+            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+            if cutlass.const_expr(quantised is not None):
+                packed = quantised(packed)
+            chunk, phase = staging.put_packed(
+                packed, shared.stores, sD_row, worker.row, chunk, phase, piece
             )
         return chunk, phase
 
@@ -353,10 +367,16 @@ class ForwardRoles(MegaKernel):
                     self.wait_item(ctx, prog, item, index)
                 cute.arch.sync_threads()
                 if item.kind == program.DISPATCH:
-                    comm.pull_rows(
-                        rows, item.row, count, buffers.x_heap, sizes.topk,
-                        buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
-                    )  # fmt: skip
+                    if cutlass.const_expr(self.mxfp8):
+                        comm_mxfp8.pull_rows(
+                            rows, item.row, count, buffers.x_heap, sizes.topk, buffers.x_ring,
+                            buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,
+                        )  # fmt: skip
+                    else:
+                        comm.pull_rows(
+                            rows, item.row, count, buffers.x_heap, sizes.topk,
+                            buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
+                        )  # fmt: skip
                     cute.arch.fence_proxy("async.global")
                 else:
                     comm.push_rows(
