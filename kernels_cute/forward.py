@@ -16,7 +16,16 @@ from cutlass.memory import SmemAllocator
 from mok.errors import ResourceError
 
 from . import comm, program, sync
-from .forward_roles import Buffers, Context, ForwardRoles, Schedule, Sizes, Sources, Targets
+from .forward_roles import (
+    Buffers,
+    Context,
+    ForwardRoles,
+    Scales,
+    Schedule,
+    Sizes,
+    Sources,
+    Targets,
+)
 from .matrix import matrix
 from .program import Tile
 from .queue import DSL
@@ -57,8 +66,7 @@ class ForwardKernel(ForwardRoles):
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
-        super().__init__(arch, direct, tile_n, stages, scheduling)
-        self.mxfp8 = mxfp8
+        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8)
         self.save_context = save_context or recompute
         self.recompute = recompute
         self.name = name
@@ -74,9 +82,9 @@ class ForwardKernel(ForwardRoles):
     def __call__(
         self,
         x: Int64,  # bf16 [T, H]
-        routed_gate: Int64,  # bf16 [El, I, H]
-        routed_up: Int64,  # bf16 [El, I, H]
-        routed_down: Int64,  # bf16 [El, H, I]
+        routed_gate: Int64,  # bf16 [El, I, H]; e4m3 with mxfp8 on Blackwell
+        routed_up: Int64,  # bf16 [El, I, H]; e4m3 with mxfp8 on Blackwell
+        routed_down: Int64,  # bf16 [El, H, I]; e4m3 with mxfp8 on Blackwell
         shared_gate: Int64,  # bf16 [Is, H]
         shared_up: Int64,  # bf16 [Is, H]
         shared_down: Int64,  # bf16 [H, Is]
@@ -84,8 +92,8 @@ class ForwardKernel(ForwardRoles):
         peer_token_idx: Int64,  # int32 [rows]
         block_expert: Int64,  # int32 [blocks]
         num_rows: Int64,  # int32 [1]
-        x_ring: Int64,  # bf16 [macrobatch, H] (ring)
-        hidden: Int64,  # bf16 [macrobatch, I]
+        x_ring: Int64,  # bf16 [macrobatch, H] (ring); e4m3 with mxfp8 on Blackwell
+        hidden: Int64,  # bf16 [macrobatch, I]; e4m3 with mxfp8 on Blackwell
         y: Int64,  # bf16 [y_rows, H]: the ring's rows, or all rows (direct)
         shared_hidden: Int64,  # bf16 [T, Is]
         shared_y: Int64,  # bf16 [T, H]
@@ -125,21 +133,35 @@ class ForwardKernel(ForwardRoles):
         self.setup()
         some_tokens = cutlass.max(tokens, Int32(1))
         shared_i = cutlass.max(shared_intermediate, Int32(64))
+        # TMA moves pairs of E4M3 as BF16.
+        H, I = hidden_size, intermediate
+        if cutlass.const_expr(self.scaled):
+            H, I = hidden_size // 2, intermediate // 2
         sources = Sources(
             x=self.mainloop.tma_a(matrix(x, some_tokens, hidden_size)),
             x_rows=self.mainloop.row_source(x, some_tokens, hidden_size),
-            x_ring=self.mainloop.tma_a(matrix(x_ring, macrobatch, hidden_size)),
-            hidden=self.mainloop.tma_a(matrix(hidden, macrobatch, intermediate)),
+            x_ring=self.mainloop.tma_a(matrix(x_ring, macrobatch, H)),
+            hidden=self.mainloop.tma_a(matrix(hidden, macrobatch, I)),
             shared_hidden=self.mainloop.tma_a(matrix(shared_hidden, some_tokens, shared_i)),
-            gate=self.mainloop.tma_b_half(matrix(routed_gate, intermediate, hidden_size, experts)),
-            up=self.mainloop.tma_b_half(matrix(routed_up, intermediate, hidden_size, experts)),
-            down=self.mainloop.tma_b_half(matrix(routed_down, hidden_size, intermediate, experts)),
+            gate=self.mainloop.tma_b_half(matrix(routed_gate, intermediate, H, experts)),
+            up=self.mainloop.tma_b_half(matrix(routed_up, intermediate, H, experts)),
+            down=self.mainloop.tma_b_half(matrix(routed_down, hidden_size, I, experts)),
             shared_gate=self.mainloop.tma_b_half(matrix(shared_gate, shared_i, hidden_size)),
             shared_up=self.mainloop.tma_b_half(matrix(shared_up, shared_i, hidden_size)),
             shared_down=self.mainloop.tma_b_half(matrix(shared_down, hidden_size, shared_i)),
         )
+        scales = None
+        if cutlass.const_expr(self.scaled):
+            tiles = self.mainloop.tma_scales
+            scales = Scales(
+                x_ring=tiles(x_scales, macrobatch, hidden_size),
+                hidden=tiles(hidden_scales, macrobatch, intermediate),
+                gate=tiles(gate_scales, intermediate, hidden_size, experts),
+                up=tiles(up_scales, intermediate, hidden_size, experts),
+                down=tiles(down_scales, hidden_size, intermediate, experts),
+            )
         targets = Targets(
-            hidden=self.staging.tma_store(matrix(hidden, macrobatch, intermediate)),
+            hidden=self.staging.tma_store(matrix(hidden, macrobatch, I)),
             y=self.staging.tma_store(matrix(y, y_rows, hidden_size)),
             shared_hidden=self.staging.tma_store(matrix(shared_hidden, some_tokens, shared_i)),
             shared_y=self.staging.tma_store(matrix(shared_y, some_tokens, hidden_size)),
@@ -170,10 +192,10 @@ class ForwardKernel(ForwardRoles):
             max_blocks,
             num_comm_ctas,
         )
-        buffers = Buffers(x_ring, x_scales, y, x_heap, slots_heap, counters)
+        buffers = Buffers(x_ring, x_scales, hidden_scales, y, x_heap, slots_heap, counters)
         watch = sync.Watch(record, timeout_ns, rank)
         self.shared_storage = self.make_storage()
-        self.kernel(sources, targets, schedule, sizes, buffers, watch, swiglu_limit).launch(
+        self.kernel(sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit).launch(
             **self.launch_options(grid, stream)
         )
 
@@ -183,6 +205,7 @@ class ForwardKernel(ForwardRoles):
     def kernel(
         self,
         sources: Sources,
+        scales: Scales | None,
         targets: Targets,
         schedule: Schedule,
         sizes: Sizes,
@@ -191,7 +214,7 @@ class ForwardKernel(ForwardRoles):
         swiglu_limit: Float32,
     ):
         self.setup()
-        ctx = Context(sources, targets, schedule, sizes, buffers, watch, swiglu_limit)
+        ctx = Context(sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = self.enter(storage, ctx.counters.started)
         prog = program.Forward(

@@ -140,7 +140,8 @@ class ForwardRun:
                 b[name] = words(1)
         self.saved.append(b)
         weights = [
-            t if t.numel() else self.empty(1) for t in (experts.gate, experts.up, experts.down)
+            t if t.numel() else self.empty(1, 128, 128)
+            for t in (experts.gate, experts.up, experts.down)
         ]
         scales = [words(1) for _ in range(5)]
         if self.scaled:

@@ -42,7 +42,7 @@ SHAPES = {
 ONE = {"ep_size": 1, "grid": 8, "num_comm_ctas": 2}
 PAIR = {"ep_size": 2, "grid": 8, "num_comm_ctas": 2}
 THREE = {"ep_size": 3, "grid": 8, "num_comm_ctas": 4}
-ARCHS = ["sm_90a"]
+ARCHS = ["sm_90a", "sm_100a"]
 
 
 @functools.cache
