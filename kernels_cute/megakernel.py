@@ -22,9 +22,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import ptx_sm100, sync, tracing
+from . import ptx, ptx_sm100, sync, tracing
 from .epilogue.staging import RowStaging, Staging
-from .gemm import sm90, sm100
+from .gemm import sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
 from .invariant import Invariant
 from .machine import CHUNK_N, HOPPER, check_scheduling, check_tile, machine_of
@@ -96,6 +96,7 @@ class MegaKernel(Invariant):
         stages: A/B stages in shared memory; None for the machine's default.
         scheduling: "clc" or "tickets"; None for the machine's default. Without Cluster Launch Control
             every cluster draws tickets to the end, and the grid should be what fits the GPU.
+        mxfp8: routed experts in MXFP8. ``self.scaled`` says whether the MMA takes block scales.
         store_stages: staging buffers.
 
     Raises:
@@ -111,14 +112,18 @@ class MegaKernel(Invariant):
         tile_n: int,
         stages: int | None,
         scheduling: str | None,
+        mxfp8: bool = False,
         store_stages: int = 2,
     ):
         self.arch = arch
         self.direct = direct
         self.machine = machine_of(arch)
         self.scheduling = check_scheduling(arch, scheduling)
-        stages = self.machine.stages if stages is None else stages
-        check_tile(arch, tile_n, stages, store_stages)
+        self.mxfp8 = mxfp8
+        self.scaled = mxfp8 and self.machine.scaled_stages > 0
+        if stages is None:
+            stages = self.machine.scaled_stages if self.scaled else self.machine.stages
+        check_tile(arch, tile_n, stages, store_stages, self.scaled)
         self.hopper = self.machine is HOPPER
         self.ctas = self.machine.ctas
         if self.hopper:
@@ -131,6 +136,8 @@ class MegaKernel(Invariant):
             gather_warps = 4 if direct else 0
             self.first_gather_warp = 8
             self.mainloop = sm100.Mainloop(tile_n, stages, gather_warps)
+            if self.scaled:
+                self.mainloop = sm100_mxfp8.Mainloop(tile_n, stages)
             self.staging = RowStaging(
                 self.mainloop.CTA_ROWS, self.mainloop.EPILOGUE_WARPS, store_stages
             )
@@ -428,15 +435,22 @@ class MegaKernel(Invariant):
     def put_chunk(
         self, shared, worker, at, columns: cutlass.Constexpr[tuple[int, ...]], chunk, phase,
         formula: cutlass.Constexpr = lambda value: value,
+        quantised: cutlass.Constexpr = None,
     ):  # fmt: skip
-        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result."""
+        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result.
+
+        ``quantised`` is applied to the result once it is rounded to BF16.
+        """
         main, staging = self.mainloop, self.staging
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
         for piece in cutlass.range_constexpr(staging.PIECES):
             first = [column + piece * main.PIECE for column in columns]
             values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
-            chunk, phase = staging.put(
-                values, shared.stores, sD_row, worker.row, chunk, phase, piece
+            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+            if cutlass.const_expr(quantised is not None):
+                packed = quantised(packed)
+            chunk, phase = staging.put_packed(
+                packed, shared.stores, sD_row, worker.row, chunk, phase, piece
             )
         return chunk, phase
 
@@ -444,8 +458,7 @@ class MegaKernel(Invariant):
     def mma_role(self, shared, tmem):
         """Multiply for both CTAs, into one accumulator after the other."""
         main, bars, queue = self.mainloop, shared.bars, shared.queue
-        tCrA, tCrB = main.fragments(shared.storage)
-        tCtAcc = main.accumulators(tmem)
+        fragments = main.fragments(shared.storage, tmem)
         stage, phase = Int32(0), Int32(0)
         acc, acc_phase = Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
@@ -455,11 +468,17 @@ class MegaKernel(Invariant):
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
             if entry.k_tiles > 0:
-                stage, phase = main.mma_tile(
-                    "kk", bars, tCrA, tCrB, tCtAcc, entry.k_tiles, stage, phase, acc, acc_phase
+                stage, phase = self.multiply(
+                    shared, fragments, tmem, entry, stage, phase, acc, acc_phase
                 )
                 acc, acc_phase = sync.advance(acc, acc_phase, main.acc_stages)
         main.finish_mma(bars, acc, acc_phase)
+
+    def multiply(self, shared, fragments, tmem, entry, stage, phase, acc, acc_phase):
+        """One task of the MMA role."""
+        return self.mainloop.mma_tile(
+            shared.bars, *fragments, entry.k_tiles, stage, phase, acc, acc_phase
+        )
 
 
 def launch_control(storage) -> LaunchControl:

@@ -62,7 +62,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         # Blackwell: the results of dgrad down leave through three staging buffers at once.
         if stages is None and not hopper:
             stages = BLACKWELL_STAGES
-        super().__init__(arch, direct, TILE_N, stages, scheduling, 2 if hopper else 4)
+        super().__init__(arch, direct, TILE_N, stages, scheduling, store_stages=2 if hopper else 4)
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
         self.tile = backward_tile(self.machine, group_m)

@@ -23,10 +23,9 @@ class ResultRoles(MegaKernel):
     def mma_role(self, shared, tmem):
         """Multiply for both CTAs, into one accumulator after the other (Blackwell)."""
         main, bars, queue = self.mainloop, shared.bars, shared.queue
-        rA, rB = main.fragments(shared.storage, "kk")
-        _, rB_t = main.fragments(shared.storage, "km")
-        rA_t, _ = main.fragments(shared.storage, "mm")
-        accumulators = main.accumulators(tmem)
+        kk = main.fragments(shared.storage, tmem, "kk")
+        km = main.fragments(shared.storage, tmem, "km")
+        mm = main.fragments(shared.storage, tmem, "mm")
         stage, phase = Int32(0), Int32(0)
         acc, acc_phase, set_phase = Int32(0), Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
@@ -37,19 +36,16 @@ class ResultRoles(MegaKernel):
             kind, k_tiles = entry.kind, entry.k_tiles
             if kind != END:
                 if kind == REPLAY:
-                    stage, phase = main.mma_tile(
-                        "kk", bars, rA, rB, accumulators, k_tiles, stage, phase, acc, acc_phase
-                    )
+                    stage, phase = main.mma_tile(bars, *kk, k_tiles, stage, phase, acc, acc_phase)
                 elif kind % SHARED < WDOWN:
                     stage, phase = main.mma_tile(
-                        "km", bars, rA, rB_t, accumulators, k_tiles, stage, phase, acc, acc_phase
+                        bars, *km, k_tiles, stage, phase, acc, acc_phase, majors="km"
                     )
                 else:
                     is_set = (entry.earlier != 0) | (k_tiles == 0)
                     stage, phase = main.mma_tile(
-                        "mm", bars, rA_t, rB_t, accumulators, k_tiles, stage, phase, acc, acc_phase,
-                        is_set, set_phase,
-                    )  # fmt: skip
+                        bars, *mm, k_tiles, stage, phase, acc, acc_phase, is_set, set_phase, "mm"
+                    )
                     if is_set:
                         set_phase ^= 1
                 acc, acc_phase = sync.advance(acc, acc_phase, main.acc_stages)

@@ -366,24 +366,24 @@ class Mainloop(Invariant):
 
     # ---- multiply (the first CTA's MMA warp) ----
 
-    def fragments(self, storage, majors: str = "kk") -> tuple[cute.Tensor, cute.Tensor]:
-        """Descriptors of A and B (MMA, 1, k block, stage)."""
+    def fragments(
+        self, storage, tmem: cute.Pointer, majors: str = "kk"
+    ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Descriptors of A and B (MMA, 1, k block, stage), accumulators (MMA, 1, 1, accumulator)."""
         mma = self.tiled_mma(majors)
+        shape = cute.append(mma.partition_shape_C((self.TILE_M, self.tile_n)), self.acc_stages)
         # The stages' bytes as the MMA sees them: ((rows, 16), 1, 4, stages).
         a = sm100_helpers.make_smem_layout_a(mma, self.tile, BFloat16, self.stages)
         b = sm100_helpers.make_smem_layout_b(mma, self.tile, BFloat16, self.stages)
-        return mma.make_fragment_A(view(storage.sA, a)), mma.make_fragment_B(view(storage.sB, b))
-
-    def accumulators(self, tmem: cute.Pointer) -> cute.Tensor:
-        """The accumulators in tensor memory (MMA, 1, 1, accumulator)."""
-        mma = self.tiled_mma()
-        shape = cute.append(mma.partition_shape_C((self.TILE_M, self.tile_n)), self.acc_stages)
-        return cute.make_tensor(tmem, mma.make_fragment_C(shape).layout)
+        return (
+            mma.make_fragment_A(view(storage.sA, a)),
+            mma.make_fragment_B(view(storage.sB, b)),
+            cute.make_tensor(tmem, mma.make_fragment_C(shape).layout),
+        )
 
     @cute.jit
     def mma_tile(
         self,
-        majors: cutlass.Constexpr[str],
         bars: Bars,
         tCrA: cute.Tensor,
         tCrB: cute.Tensor,
@@ -395,6 +395,7 @@ class Mainloop(Invariant):
         acc_phase: Int32,
         is_set: Boolean | bool = False,
         set_phase: Int32 | int = 0,
+        majors: cutlass.Constexpr[str] = "kk",
     ) -> tuple[Int32, Int32]:
         """Accumulator ``acc`` = A·Bᵀ over ``k_tiles`` steps. Returns the next (stage, phase).
 
@@ -406,7 +407,7 @@ class Mainloop(Invariant):
             if is_set:
                 ptx_sm100.cluster_wait(bars.acc_set.toint(), set_phase)
         ptx_sm100.tcgen05_after_sync()
-        target = tCtAcc[None, None, None, acc]
+        target = tCtAcc[None, None, None, self.place(acc, acc_phase)]
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.full + stage, phase)
             ptx_sm100.tcgen05_after_sync()
@@ -422,6 +423,10 @@ class Mainloop(Invariant):
         with cute.arch.elect_one():
             tcgen05.commit(bars.acc_full + acc, BOTH, TWO)
         return stage, phase
+
+    def place(self, acc: Int32, acc_phase: Int32) -> Int32:
+        """Which of the places in tensor memory an accumulator takes."""
+        return acc
 
     @cute.jit
     def finish_mma(self, bars: Bars, acc: Int32, acc_phase: Int32):
