@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NAME = "check"
 HELP = "check results against the oracle"
 
-WHAT = ("forward", "all")
+WHAT = ("forward", "backward", "bits", "all")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,18 +31,25 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     import torch
 
     from mok.backends import choose_backend
-    from mok.commands.check_cases import forward_cases
+    from mok.commands import check_cases, check_training
 
     backend = choose_backend(args.arch, args.emulate)
     backend.announce(progress.out)
     if not backend.on_gpu:
         torch.set_num_threads(1)  # small matrices: threads cost more than they give
+    checks: dict[str, tuple[Any, Any]] = {
+        "forward": (check_cases.forward_cases, run_case),
+        "backward": (check_training.backward_cases, check_training.run_backward_case),
+        "bits": (check_training.bits_cases, check_training.run_bits_case),
+    }
     cases = []
     with progress.status("Checking …") as status:
-        for case in forward_cases(backend, args.model, args.quick):
-            status.update(f"Checking {case.name} …")
-            cases.append(run_case(case, backend))
-    return {"backend": backend.name, "note": backend.note, "cases": cases}
+        for what in checks if args.what == "all" else [args.what]:
+            make, check = checks[what]
+            for case in make(backend, args.model, args.quick):
+                status.update(f"Checking {what}, {case.name} …")
+                cases.append(check(case, backend))
+    return {"backend": backend.name, "note": backend.note, "what": args.what, "cases": cases}
 
 
 def run_case(case: CheckCase, backend: Backend) -> dict[str, Any]:
@@ -64,13 +71,12 @@ def run_case(case: CheckCase, backend: Backend) -> dict[str, Any]:
         value = float((found != expected.bfloat16()).sum())
     else:
         value = relative_l2(found, expected)
-    return {
-        "name": case.name,
-        "metric": case.metric,
-        "value": value,
-        "limit": case.limit,
-        "ok": value <= case.limit,
-    }
+    return row(case.name, case.metric, value, case.limit)
+
+
+def row(name: str, metric: str, value: float, limit: float) -> dict[str, Any]:
+    """One case of the document."""
+    return {"name": name, "metric": metric, "value": value, "limit": limit, "ok": value <= limit}
 
 
 def passed(document: dict[str, Any]) -> bool:
@@ -80,7 +86,9 @@ def passed(document: dict[str, Any]) -> bool:
 def show(document: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
-    table = Table(title=f"Forward on {document['backend']}", title_justify="left")
+    table = Table(
+        title=f"{document['what'].capitalize()} on {document['backend']}", title_justify="left"
+    )
     for column in ("case", "metric"):
         table.add_column(column)
     for column in ("value", "limit"):

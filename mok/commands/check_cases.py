@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -37,16 +38,23 @@ def forward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[
 
     With ``model``, its shape alone, with random and with exact values.
     """
-    names = [model] if model else list(MODELS)
-    if quick and not model:
-        names = ["qwen3-30b-a3b", "deepseek-v3"]
-    for name in names:
-        yield from _model_cases(backend, name)
+    yield from model_cases(backend, model, quick, BF16_LIMIT)
     if not model:
         yield from _exact_cases(backend, quick)
 
 
-def _model_cases(backend: Backend, name: str) -> Iterator[CheckCase]:
+def model_cases(
+    backend: Backend, model: str | None, quick: bool, limit: float
+) -> Iterator[CheckCase]:
+    """The shapes of ``model``, or of all models, with random values (within ``limit``) and exact ones."""
+    names = [model] if model else list(MODELS)
+    if quick and not model:
+        names = ["qwen3-30b-a3b", "deepseek-v3"]
+    for name in names:
+        yield from _model_cases(backend, name, limit)
+
+
+def _model_cases(backend: Backend, name: str, limit: float) -> Iterator[CheckCase]:
     real = Shape.of_model(MODELS[name], GPU_MODEL_TOKENS)
     if backend.on_gpu:
         shape, ep_size = fit_to_gpu(real, backend.device), 1
@@ -54,8 +62,8 @@ def _model_cases(backend: Backend, name: str) -> Iterator[CheckCase]:
         factor = 32 if backend.kind == "emulator" else 16
         shape = shrink(dataclasses.replace(real, num_tokens=32), factor)
         ep_size = 4
-    for make, metric, limit in (
-        (random_case, "relative_l2", BF16_LIMIT),
+    for make, metric, most in (
+        (random_case, "relative_l2", limit),
         (integer_case, "mismatches", 0.0),
     ):
         yield CheckCase(
@@ -63,27 +71,33 @@ def _model_cases(backend: Backend, name: str) -> Iterator[CheckCase]:
             lambda make=make: make(shape, device=backend.device),  # type: ignore[misc]
             ep_size,
             metric,
-            limit,
+            most,
         )
+
+
+def exact_case(
+    backend: Backend,
+    name: str,
+    shape: Shape,
+    ep_size: int = 1,
+    kind: str = "random",
+    **more: object,
+) -> CheckCase:
+    """A case of integers."""
+    limit = 128.0 if kind == "skewed" else None  # one routing with the clamp, too
+    return CheckCase(
+        f"{name}: {_text(shape)} EP {ep_size}, integer {kind}",
+        lambda: integer_case(shape, kind=kind, device=backend.device, swiglu_limit=limit),
+        ep_size,
+        "mismatches",
+        0.0,
+        **more,  # type: ignore[arg-type]
+    )
 
 
 def _exact_cases(backend: Backend, quick: bool) -> Iterator[CheckCase]:
-    device = backend.device
     tokens = 4096 if backend.on_gpu else 40
-
-    def exact(
-        name: str, shape: Shape, ep_size: int = 1, kind: str = "random", **more: object
-    ) -> CheckCase:
-        limit = 128.0 if kind == "skewed" else None  # one routing with the clamp, too
-        return CheckCase(
-            f"{name}: {_text(shape)} EP {ep_size}, integer {kind}",
-            lambda: integer_case(shape, kind=kind, device=device, swiglu_limit=limit),
-            ep_size,
-            "mismatches",
-            0.0,
-            **more,  # type: ignore[arg-type]
-        )
-
+    exact = functools.partial(exact_case, backend)
     base = Shape(tokens, 192, 320, 10, 4, shared_intermediate_size=128)
     for ep_size in (1, 3) if quick else (1, 2, 3, 4, 8):
         for kind in ("random", "dropped") if quick else ROUTINGS:
