@@ -30,6 +30,7 @@ class Schedule:
 
     ranks: list[ScheduleBuffers]
     top_experts: list[Tensor]  # int64 or int32 [T, K] per local rank, as given
+    sizes: tuple[int, ...] = ()  # (E, K, EP, tile, max_tokens) of its workspace; () where not known
 
     @property
     def peer_rank(self) -> Tensor:
@@ -101,6 +102,14 @@ def num_sms(workspace: Workspace) -> int:
     return device_info(workspace.device).num_sms
 
 
+def schedule_sizes(workspace: Workspace) -> tuple[int, ...]:
+    """What a schedule's arrays depend on, beside the ids."""
+    shape = workspace.shape
+    return (
+        shape.num_experts, shape.topk, shape.ep_size, workspace.sizes.tile, workspace.max_tokens,
+    )  # fmt: skip
+
+
 class Call:
     """The checked arguments of one call, and its launches."""
 
@@ -134,6 +143,13 @@ class Call:
                 f"{len(workspace.group.local_ranks)} of them",
                 f"a schedule of {len(schedule.ranks)} ranks",
                 "Build it with the same workspace",
+            )
+        if schedule.sizes and schedule.sizes != schedule_sizes(workspace):
+            raise ShapeError(
+                "the schedule must be of a workspace with the same E, K, EP, tile and max_tokens: "
+                f"{schedule_sizes(workspace)}",
+                schedule.sizes,
+                "Build it with this workspace",
             )
         self.local_ranks = workspace.group.local_ranks
         self.count = len(self.local_ranks)
@@ -270,7 +286,8 @@ class Call:
         T, H, I = self.tokens(i), self.shape.hidden_size, self.shape.intermediate_size
         Is = self.shape.shared_intermediate_size or 0
         b = self.schedule.ranks[i]
-        shared_hidden = self._new(T, Is) if Is else None
+        # Scratch: launches of virtual ranks follow one another.
+        shared_hidden = w.shared_hidden if Is else None
         shared_y = self._new(T, H) if Is else None
         gate = up = shared_gate = shared_up = None
         x_ring = w.x_ring

@@ -11,9 +11,9 @@ follow one another on one stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,15 +27,41 @@ from mok.call import (
     check_tunables,
     num_sms,
     per_rank,
+    schedule_sizes,
     stream_of,
     unwrap,
 )
 from mok.config import Config, Shape
-from mok.errors import DtypeError, ShapeError
+from mok.errors import DtypeError, MokError, ShapeError
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group
     from mok.runtime.workspace import Workspace
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_device(position: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run a function with its workspace's device as the current one: launches go to that.
+
+    ``position``: of the argument ``workspace``.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            workspace: Any = args[position] if len(args) > position else kwargs.get("workspace")
+            device = getattr(workspace, "device", None)
+            if getattr(device, "type", "cpu") != "cuda":
+                return function(*args, **kwargs)
+            with torch.cuda.device(device):
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    return decorate
+
 
 # ---------------------------------------------------------------------- workspaces
 
@@ -72,7 +98,11 @@ def create_workspace(
     from mok.runtime.workspace import Workspace
 
     workspace = Workspace(group, shape, config, max(max_tokens, 1), **arguments)
-    _check_config(config, workspace)
+    try:
+        _check_config(config, workspace)
+    except MokError:
+        workspace.close()
+        raise
     return workspace
 
 
@@ -152,6 +182,7 @@ def _check_config(config: Config, workspace: Workspace) -> None:
 # ---------------------------------------------------------------------- schedule
 
 
+@on_device(0)
 def build_schedule(
     workspace: Workspace,
     config: Config,
@@ -253,7 +284,7 @@ def build_schedule(
             stream,
         )
         ranks.append(b)
-    return Schedule(ranks, ids)
+    return Schedule(ranks, ids, schedule_sizes(workspace))
 
 
 def _check_ids(ids: Tensor, num_experts: int) -> None:
@@ -272,6 +303,7 @@ def _check_ids(ids: Tensor, num_experts: int) -> None:
 # ---------------------------------------------------------------------- forward
 
 
+@on_device(1)
 def forward(
     config: Config,
     workspace: Workspace,
@@ -321,6 +353,7 @@ def forward(
     return unwrap(outputs, x), context
 
 
+@on_device(1)
 def recompute_forward_context(
     config: Config,
     workspace: Workspace,
@@ -355,6 +388,7 @@ def recompute_forward_context(
 # ---------------------------------------------------------------------- backward
 
 
+@on_device(1)
 def backward(
     config: Config,
     workspace: Workspace,

@@ -142,7 +142,6 @@ def plan_workspace(
     if shared:
         buffers += [
             Buffer("shared_hidden", (max_tokens, shared), "bfloat16", "local", "shared expert"),
-            Buffer("shared_y", (max_tokens, hidden), "bfloat16", "local", "shared expert's result"),
         ]
     buffers += [
         Buffer("counts", (schedule.counts_bytes // 4,), "int32", "local", "schedule scratch"),

@@ -117,7 +117,7 @@ class Workspace:
         sizes: the plan, with ``capacity``, ``y_rows`` and the counters' layout.
         heap: symmetric memory; ``heap.stride`` is the kernels' rank_stride.
         ids, num_tokens, x, slots: SymmetricTensor; ``.base_address`` is rank 0's, as kernels want.
-        x_ring, hidden, y, shared_hidden, shared_y, counter_words, counts, totals, local_ids,
+        x_ring, hidden, y, shared_hidden, counter_words, counts, totals, local_ids,
             rank_starts: torch tensors.
         schedules: {rank: ScheduleBuffers} of this process' ranks.
         records: error words; ``records.wait_address(rank)`` and so on go to kernels.
@@ -137,7 +137,6 @@ class Workspace:
     hidden: torch.Tensor
     y: torch.Tensor
     shared_hidden: torch.Tensor | None
-    shared_y: torch.Tensor | None
     counts: torch.Tensor
     totals: torch.Tensor
     local_ids: torch.Tensor
@@ -190,7 +189,7 @@ class Workspace:
         self.records = Records(self.heap.memory, group.size, group.local_ranks)
         undo.callback(self.records.close)
         self.barrier = Barrier(self.heap, self.records, self.arch, self.config.timeout_s)
-        for name in ("x", "slots", "x_ring", "shared_hidden", "shared_y"):
+        for name in ("x", "slots", "x_ring", "shared_hidden"):
             setattr(self, name, None)
         with together(group.rendezvous, "Making the workspace"):
             self._fill_in()
