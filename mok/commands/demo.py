@@ -21,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     import torch
 
+    from mok import processes
     from mok.backends import choose_backend, measure_ms, prepare_forward
     from mok.commands.shapes import expert_flops, fit_to_gpu, shrink
     from mok.config import Shape
@@ -36,7 +37,9 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     backend = choose_backend()
     model = get_model(MODEL)
     if backend.on_gpu:
-        shape, ep_size = fit_to_gpu(Shape.of_model(model, GPU_TOKENS), backend.device), 1
+        ranks = processes.group()
+        shape = fit_to_gpu(Shape.of_model(model, GPU_TOKENS), backend.device)
+        ep_size = 1 if ranks is None else ranks.size
     else:
         # Four virtual ranks show the whole protocol where there is no speed to show.
         shape, ep_size = shrink(Shape.of_model(model, 64), 4), 4
