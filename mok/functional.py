@@ -5,15 +5,18 @@ torch's current stream; nothing waits for the GPU. On a group of virtual ranks (
 process) every per-rank argument and result is a list with one entry per rank; with one local rank it is
 the plain value. Arguments that are the same on all ranks (config, shared expert, limit) are never lists.
 
+Code for the reference system works too: called with its ``MoKConfig`` and ``MoKWorkspace``, the functions
+take and return what they do there (``mok.upstream``, docs/migrating.md).
+
 The symmetric heap, the rings and the counters live in the workspace. Calls that share a workspace must
 follow one another on one stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,9 +40,45 @@ if TYPE_CHECKING:
     from mok.runtime.group import Group
     from mok.runtime.workspace import Workspace
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def also_upstream(ours: Callable[P, R]) -> Callable[P, R]:
+    """Hand a call with the reference system's objects to its namesake in ``mok.upstream``."""
+
+    @wraps(ours)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Every function has the config or the workspace first.
+        first = args[0] if args else kwargs.get("config", kwargs.get("workspace"))
+        if type(first).__name__ in ("MoKConfig", "MoKWorkspace"):
+            from mok import upstream
+
+            return getattr(upstream, ours.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
+        return ours(*args, **kwargs)
+
+    return call
+
+
+_UPSTREAM = (
+    "MoKConfig", "MoKForwardContext", "MoKSchedule", "MoKWorkspace", "validate_inputs",
+    "validate_workspace_args",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The reference system's names; see ``mok.upstream``."""
+    if name in _UPSTREAM:
+        from mok import upstream
+
+        return getattr(upstream, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 # ---------------------------------------------------------------------- workspaces
 
 
+@also_upstream
 def create_workspace(
     config: Config,
     group: Group | None = None,
@@ -76,6 +115,7 @@ def create_workspace(
     return workspace
 
 
+@also_upstream
 def get_workspace(
     config: Config,
     group: Group | None = None,
@@ -111,8 +151,10 @@ def _check_max_tokens(max_tokens: Any) -> None:
 
 def clear_workspace_cache() -> None:
     """Close every cached workspace once its work has ended (collective)."""
+    from mok import upstream
     from mok.runtime import workspace as workspaces
 
+    upstream.clear_workspace_cache()
     workspaces.clear_workspace_cache()
 
 
@@ -152,6 +194,7 @@ def _check_config(config: Config, workspace: Workspace) -> None:
 # ---------------------------------------------------------------------- schedule
 
 
+@also_upstream
 def build_schedule(
     workspace: Workspace,
     config: Config,
@@ -272,6 +315,7 @@ def _check_ids(ids: Tensor, num_experts: int) -> None:
 # ---------------------------------------------------------------------- forward
 
 
+@also_upstream
 def forward(
     config: Config,
     workspace: Workspace,
@@ -321,6 +365,7 @@ def forward(
     return unwrap(outputs, x), context
 
 
+@also_upstream
 def recompute_forward_context(
     config: Config,
     workspace: Workspace,
@@ -355,6 +400,7 @@ def recompute_forward_context(
 # ---------------------------------------------------------------------- backward
 
 
+@also_upstream
 def backward(
     config: Config,
     workspace: Workspace,
