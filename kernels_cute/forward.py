@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from . import comm, program, sync
+from . import comm, program, sync, trace, tracing
 from .forward_roles import Buffers, Context, ForwardRoles, Schedule, Sizes, Sources, Targets
 from .matrix import matrix
 from .program import Tile
@@ -33,6 +33,7 @@ class ForwardKernel(ForwardRoles):
         group_m: row blocks that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
         scheduling: "clc" or "tickets"; None for the machine's default.
+        trace: record begin and end of every task (``tracing``).
         name: prefix of the kernel's symbol.
 
     Raises:
@@ -49,11 +50,13 @@ class ForwardKernel(ForwardRoles):
         group_m: int | None = None,
         stages: int | None = None,
         scheduling: str | None = None,
+        trace: bool = False,
         name: str = "mok_forward",
     ):
         super().__init__(arch, direct, tile_n, stages, scheduling)
         self.save_context = save_context or recompute
         self.recompute = recompute
+        self.trace = trace
         self.name = name
         self.tile = Tile(
             m=self.machine.tile_m,
@@ -182,6 +185,10 @@ class ForwardKernel(ForwardRoles):
         self.setup()
         ctx = Context(sources, targets, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
+        if cutlass.const_expr(self.trace):
+            ctx.tracer = tracing.Tracer(storage.trace_words.data_ptr())
+            if cute.arch.thread_idx()[0] == 0:
+                ctx.tracer.open(watch.record, trace.RECOMPUTE if self.recompute else trace.FORWARD)
         shared = self.enter(storage, ctx.counters.started)
         rows, tokens = cute.arch.load(schedule.num_rows, Int32), sizes.tokens
         if cutlass.const_expr(not self.direct):

@@ -21,6 +21,7 @@ from mok.runtime.group import Group
 from mok.runtime.heap import Heap, HeapOptions, SymmetricTensor
 from mok.runtime.plan import Buffer, WorkspacePlan, plan_workspace
 from mok.runtime.rendezvous import agree, together
+from mok.runtime.trace import Recorder
 from mok.runtime.watchdog import Records
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class Workspace:
         self.closed = False
         self.call = 0
         self._backward: BackwardBuffers | None = None
+        self.recorder = Recorder(self)  # of calls with Config(trace=True)
         self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
         self.sizes = plan_workspace(shape, config, max_tokens, self.arch)
@@ -363,6 +365,7 @@ class Workspace:
                 if buffer.place == "local":
                     setattr(self, buffer.name, None)
             self.schedules = {}
+            self.recorder.buffers = {}
             self._close.close()
 
     def __enter__(self) -> Workspace:
