@@ -465,7 +465,7 @@ def unwrap(values: list[Any], like: Any) -> Any:
 
 
 def check_tensor(
-    workspace: Workspace,
+    workspace: Any,
     name: str,
     tensor: Tensor,
     size: tuple[int | None, ...],

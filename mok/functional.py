@@ -5,6 +5,9 @@ torch's current stream; nothing waits for the GPU. On a group of virtual ranks (
 process) every per-rank argument and result is a list with one entry per rank; with one local rank it is
 the plain value. Arguments that are the same on all ranks (config, shared expert, limit) are never lists.
 
+Code for the reference system works too: called with its ``MoKConfig`` and ``MoKWorkspace``, the functions
+take and return what they do there (``mok.upstream``, docs/migrating.md).
+
 The symmetric heap, the rings and the counters live in the workspace. Calls that share a workspace must
 follow one another on one stream.
 """
@@ -63,9 +66,41 @@ def on_device(position: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+def also_upstream(ours: Callable[P, R]) -> Callable[P, R]:
+    """Hand a call with the reference system's objects to its namesake in ``mok.upstream``."""
+
+    @wraps(ours)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Every function has the config or the workspace first.
+        first = args[0] if args else kwargs.get("config", kwargs.get("workspace"))
+        if type(first).__name__ in ("MoKConfig", "MoKWorkspace"):
+            from mok import upstream
+
+            return getattr(upstream, ours.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
+        return ours(*args, **kwargs)
+
+    return call
+
+
+_UPSTREAM = (
+    "MoKConfig", "MoKForwardContext", "MoKSchedule", "MoKWorkspace", "validate_inputs",
+    "validate_workspace_args",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The reference system's names; see ``mok.upstream``."""
+    if name in _UPSTREAM:
+        from mok import upstream
+
+        return getattr(upstream, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 # ---------------------------------------------------------------------- workspaces
 
 
+@also_upstream
 def create_workspace(
     config: Config,
     group: Group | None = None,
@@ -106,6 +141,7 @@ def create_workspace(
     return workspace
 
 
+@also_upstream
 def get_workspace(
     config: Config,
     group: Group | None = None,
@@ -141,8 +177,10 @@ def _check_max_tokens(max_tokens: Any) -> None:
 
 def clear_workspace_cache() -> None:
     """Close every cached workspace once its work has ended (collective)."""
+    from mok import upstream
     from mok.runtime import workspace as workspaces
 
+    upstream.clear_workspace_cache()
     workspaces.clear_workspace_cache()
 
 
@@ -182,6 +220,7 @@ def _check_config(config: Config, workspace: Workspace) -> None:
 # ---------------------------------------------------------------------- schedule
 
 
+@also_upstream
 @on_device(0)
 def build_schedule(
     workspace: Workspace,
@@ -303,6 +342,7 @@ def _check_ids(ids: Tensor, num_experts: int) -> None:
 # ---------------------------------------------------------------------- forward
 
 
+@also_upstream
 @on_device(1)
 def forward(
     config: Config,
@@ -353,6 +393,7 @@ def forward(
     return unwrap(outputs, x), context
 
 
+@also_upstream
 @on_device(1)
 def recompute_forward_context(
     config: Config,
@@ -388,6 +429,7 @@ def recompute_forward_context(
 # ---------------------------------------------------------------------- backward
 
 
+@also_upstream
 @on_device(1)
 def backward(
     config: Config,

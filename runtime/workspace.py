@@ -8,6 +8,7 @@ local scratch; symmetric memory and schedules are one per rank.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -223,6 +224,33 @@ class Workspace:
         # At least one element, so that every address is valid.
         shape: Sequence[int] = buffer.shape if 0 not in buffer.shape else (1,)
         return torch.empty(tuple(shape), dtype=getattr(torch, buffer.dtype), device=self.device)
+
+    def fit(self, intermediate_size: int, shared_intermediate_size: int | None) -> None:
+        """Take experts of other widths from now on (not collective: only local memory depends on them).
+
+        Raises:
+            ShapeError, CapacityError: as for a new workspace; nothing has changed then.
+        """
+        widths = (self.shape.intermediate_size, self.shape.shared_intermediate_size)
+        if widths == (intermediate_size, shared_intermediate_size):
+            return
+        shape = dataclasses.replace(
+            self.shape,
+            intermediate_size=intermediate_size,
+            shared_intermediate_size=shared_intermediate_size,
+        )
+        sizes = plan_workspace(shape, self.config, self.max_tokens, self.arch)
+        before = {b.name: b for b in self.sizes if b.place == "local"}
+        made = {
+            b.name: self._empty(b) for b in sizes if b.place == "local" and before.get(b.name) != b
+        }
+        for name in before:
+            if all(b.name != name for b in sizes):
+                setattr(self, name, None)
+        for name, tensor in made.items():
+            setattr(self, name, tensor)
+        self.counter_words.zero_()
+        self.shape, self.sizes = shape, sizes
 
     def new_schedule(self, rank: int) -> ScheduleBuffers:
         """Buffers for a schedule that must outlive the next call, as training needs."""
