@@ -27,13 +27,13 @@ from mok.tools.emulator.mutations import INVISIBLE, Mutation, mutations
 from tests.forward_runs import ForwardRun, emulated, forward_kernel
 
 ARCH = "sm_100a"
-SEEDS = range(20)
+SEEDS = (None, *range(19))  # the plain machine first: it takes a third of the time
 # Normal runs take less than a million warp instructions.
 MAX_STEPS = 5_000_000
-# Even seeds: four blocks of few rows on rank 0, whose ring holds one, so that it wraps four times. Odd
+# Plain and even seeds: three blocks of few rows on rank 0, whose ring holds one, so that it wraps three times. Odd
 # ones: four blocks with rows in both halves of the pair's tile, a ring of two, another launch.
 CASES = (
-    (Shape(16, 128, 64, 8, 2, shared_intermediate_size=64), {"macrobatch": 256, "grid": 16}),
+    (Shape(16, 128, 64, 6, 2, shared_intermediate_size=64), {"macrobatch": 256, "grid": 16}),
     (Shape(440, 64, 128, 4, 2, shared_intermediate_size=64), {"macrobatch": 512, "grid": 12}),
 )
 BUILDS = {
@@ -65,18 +65,18 @@ def name_of(mutation: Mutation, ptx: str) -> str:
 
 
 def results(
-    build: str, rewrite: Callable[[str], str] | None, seed: int
+    build: str, rewrite: Callable[[str], str] | None, seed: int | None
 ) -> tuple[list[torch.Tensor], set[int]]:
     """What rank 0's kernel leaves behind, and the PTX lines it ran.
 
     Raises:
         EmulatorError: a checker's report.
     """
-    which = seed % len(CASES)
+    which = (seed or 0) % len(CASES)
     options: dict[str, Any] = dict(
         ChainMap(BUILDS[build][which], BUILDS[build][0], CASES[which][1])
     )
-    with emulated(ARCH, options["num_sms"], seed) as emu:
+    with emulated(ARCH, options["num_sms"], seed, check=True) as emu:
         emu.rewrite, emu.max_steps = rewrite, MAX_STEPS
         run = ForwardRun(random_case(CASES[which][0]), ARCH, minibatch=256, **options)
         run.launch(0, emu.register)
@@ -99,7 +99,8 @@ def judge(
             emulator._PROGRAMS.clear()
             emulator._PARSED.clear()
         if not all(
-            torch.equal(a, b) for a, b in zip(found, expected[seed % len(CASES)], strict=True)
+            torch.equal(a, b)
+            for a, b in zip(found, expected[(seed or 0) % len(CASES)], strict=True)
         ):
             return {"result": "wrong", "seed": seed, "detail": ""}
     return {"result": "survived", "seed": None, "detail": ""}
