@@ -98,7 +98,8 @@ def judge(
         finally:  # texts are kept by what they hold, and each mutation is a new one
             emulator._PROGRAMS.clear()
             emulator._PARSED.clear()
-        if not all(torch.equal(a, b) for a, b in zip(found, expected[(seed or 0) % len(CASES)])):
+        wanted = expected[(seed or 0) % len(CASES)]
+        if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
             return {"result": "wrong", "seed": seed, "detail": ""}
     return {"result": "survived", "seed": seeds[-1], "detail": ""}
 
