@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from . import comm, program, sync
+from . import comm, program, sync, trace, tracing
 from .forward_roles import Buffers, Context, ForwardRoles, Schedule, Sizes, Sources, Targets
 from .matrix import matrix
 from .program import Tile
@@ -33,6 +33,7 @@ class ForwardKernel(ForwardRoles):
         group_m: row blocks that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
         scheduling: "clc" or "tickets"; None for the machine's default.
+        trace: record begin and end of every task (``tracing``).
         name: prefix of the kernel's symbol.
 
     Raises:
@@ -49,11 +50,13 @@ class ForwardKernel(ForwardRoles):
         group_m: int | None = None,
         stages: int | None = None,
         scheduling: str | None = None,
+        trace: bool = False,
         name: str = "mok_forward",
     ):
         super().__init__(arch, direct, tile_n, stages, scheduling)
         self.save_context = save_context or recompute
         self.recompute = recompute
+        self.trace = trace
         self.name = name
         self.tile = Tile(
             m=self.machine.tile_m,
@@ -91,6 +94,7 @@ class ForwardKernel(ForwardRoles):
         rank_stride: Int64,  # bytes
         counters: Int64,  # int32, zeroed
         record: Int64,  # int32 [RECORD_WORDS]
+        gate: Int64,  # int32 [1], 0 for none: nonzero, and the launch does nothing
         timeout_ns: Int64,
         tokens: Int32,
         hidden_size: Int32,
@@ -159,7 +163,7 @@ class ForwardKernel(ForwardRoles):
             num_comm_ctas,
         )
         buffers = Buffers(x_ring, y, x_heap, slots_heap, counters)
-        watch = sync.Watch(record, timeout_ns, rank)
+        watch = sync.Watch(record, timeout_ns, rank, gate)
         self.shared_storage = self.make_storage()
         self.kernel(sources, targets, schedule, sizes, buffers, watch, swiglu_limit).launch(
             **self.launch_options(grid, stream)
@@ -181,10 +185,18 @@ class ForwardKernel(ForwardRoles):
         self.setup()
         ctx = Context(sources, targets, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
+        if cutlass.const_expr(self.trace):
+            ctx.tracer = tracing.Tracer(storage.trace_words.data_ptr())
+            if cute.arch.thread_idx()[0] == 0:
+                ctx.tracer.open(watch.record, trace.RECOMPUTE if self.recompute else trace.FORWARD)
         shared = self.enter(storage, ctx.counters.started)
+        rows, tokens = cute.arch.load(schedule.num_rows, Int32), sizes.tokens
+        if cutlass.const_expr(not self.direct):
+            work = sync.goes_on(watch.gate)
+            rows, tokens = sync.select(work, rows, Int32(0)), sync.select(work, tokens, Int32(0))
         prog = program.Forward(
-            rows=cute.arch.load(schedule.num_rows, Int32),
-            tokens=sizes.tokens,
+            rows=rows,
+            tokens=tokens,
             hidden=sizes.hidden,
             intermediate=sizes.intermediate,
             shared_intermediate=sizes.shared_intermediate,

@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import ptx_sm100, sync
+from . import ptx_sm100, sync, tracing
 from .epilogue.staging import RowStaging, Staging
 from .gemm import sm90, sm100
 from .gemm.operands import Stages, aligned, view
@@ -89,6 +89,8 @@ class MegaKernel:
         mok.errors.ResourceError: the configuration does not fit the machine.
     """
 
+    trace = False  # record begin and end of every task
+
     def __init__(
         self, arch: str, direct: bool, tile_n: int, stages: int | None, scheduling: str | None
     ):
@@ -145,6 +147,8 @@ class MegaKernel:
                 "launch_arrived": array[Int64, 1],
                 "launch_reply": words[array[Int32, 4], 16],
             }
+        if self.trace:
+            fields["trace_words"] = array[Int64, tracing.WORDS]
         fields |= self.mainloop.buffers()
         fields["sD"] = aligned(cute.cosize(self.staging.layout))
         return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))

@@ -159,6 +159,7 @@ class Config:
         debug: check expert ids on the host (costs a synchronisation).
         launch_control: on Blackwell, take work by Cluster Launch Control, which lets kernels of a
             higher priority in; False: a persistent grid, as on Hopper (docs/blackwell.md).
+        trace: kernels record begin and end of every task; ``Workspace.recorder`` reads them.
 
     Raises ShapeError or DtypeError.
     """
@@ -172,6 +173,7 @@ class Config:
     reserved_sms: int = 0
     debug: bool = False
     launch_control: bool = True
+    trace: bool = False
 
     def __post_init__(self) -> None:
         _require_int("fwd_num_comm_sms", self.fwd_num_comm_sms, 1)
