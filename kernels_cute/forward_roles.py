@@ -252,33 +252,44 @@ class ForwardRoles(MegaKernel):
     @cute.jit
     def up_epilogue(self, ctx, shared, worker, at, chunk, phase):
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
-        up_n = self.tile.up_n
-        for c in cutlass.range_constexpr(up_n // CHUNK_N):
-            chunk, phase = self.put_chunk(
-                shared, worker, at, (c * CHUNK_N, c * CHUNK_N + up_n), chunk, phase,
-                lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
-            )  # fmt: skip
-            if cutlass.const_expr(self.save_context):
-                for column in (c * CHUNK_N, c * CHUNK_N + up_n):
-                    chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
+        chunks = self.tile.up_n // CHUNK_N
+        if cutlass.const_expr(self.hopper):  # registers have no run-time index
+            for c in cutlass.range_constexpr(chunks):
+                chunk, phase = self.up_chunk(ctx, shared, worker, at, c * CHUNK_N, chunk, phase)
+        else:
+            for c in cutlass.range(chunks, unroll=1):
+                chunk, phase = self.up_chunk(ctx, shared, worker, at, c * CHUNK_N, chunk, phase)
+        return chunk, phase
+
+    def up_chunk(self, ctx, shared, worker, at, gate, chunk, phase):
+        """64 columns of gate from column ``gate`` on, and the same of up."""
+        up = gate + self.tile.up_n
+        chunk, phase = self.put_chunk(
+            shared, worker, at, (gate, up), chunk, phase,
+            lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
+        )  # fmt: skip
+        if self.save_context:
+            for column in (gate, up):
+                chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
         return chunk, phase
 
     @cute.jit
     def down_epilogue(self, shared, worker, at, chunk, phase):
         """y, rounded to BF16."""
-        for c in cutlass.range_constexpr(self.tile.down_n // CHUNK_N):
-            chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
+        chunks = self.tile.down_n // CHUNK_N
+        if cutlass.const_expr(self.hopper):
+            for c in cutlass.range_constexpr(chunks):
+                chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
+        else:
+            for c in cutlass.range(chunks, unroll=1):
+                chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
         return chunk, phase
 
-    @cute.jit
-    def put_chunk(
-        self, shared, worker, at, columns: cutlass.Constexpr[tuple[int, ...]], chunk, phase,
-        formula: cutlass.Constexpr = lambda value: value,
-    ):  # fmt: skip
+    def put_chunk(self, shared, worker, at, columns, chunk, phase, formula=lambda value: value):
         """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result."""
         main, staging = self.mainloop, self.staging
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
-        for piece in cutlass.range_constexpr(staging.PIECES):
+        for piece in range(staging.PIECES):
             first = [column + piece * main.PIECE for column in columns]
             values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
             chunk, phase = staging.put(
