@@ -33,11 +33,11 @@ def forward_kernel(arch: str, **config) -> Kernel:
 
 
 @contextlib.contextmanager
-def emulated(arch: str, num_sms: int, seed: int | None = None) -> Iterator:
+def emulated(arch: str, num_sms: int, seed: int | None = None, **options) -> Iterator:
     """An emulated GPU; kernels launched inside run on CPU tensors."""
     from mok.tools.emulator import Emulator
 
-    with Emulator(arch, num_sms=num_sms, seed=seed) as emulator:
+    with Emulator(arch, num_sms=num_sms, seed=seed, **options) as emulator:
         yield emulator
 
 
