@@ -94,6 +94,7 @@ class ForwardKernel(ForwardRoles):
         rank_stride: Int64,  # bytes
         counters: Int64,  # int32, zeroed
         record: Int64,  # int32 [RECORD_WORDS]
+        gate: Int64,  # int32 [1], 0 for none: nonzero, and the launch does nothing
         timeout_ns: Int64,
         tokens: Int32,
         hidden_size: Int32,
@@ -162,7 +163,7 @@ class ForwardKernel(ForwardRoles):
             num_comm_ctas,
         )
         buffers = Buffers(x_ring, y, x_heap, slots_heap, counters)
-        watch = sync.Watch(record, timeout_ns, rank)
+        watch = sync.Watch(record, timeout_ns, rank, gate)
         self.shared_storage = self.make_storage()
         self.kernel(sources, targets, schedule, sizes, buffers, watch, swiglu_limit).launch(
             **self.launch_options(grid, stream)
@@ -189,9 +190,13 @@ class ForwardKernel(ForwardRoles):
             if cute.arch.thread_idx()[0] == 0:
                 ctx.tracer.open(watch.record, trace.RECOMPUTE if self.recompute else trace.FORWARD)
         shared = self.enter(storage, ctx.counters.started)
+        rows, tokens = cute.arch.load(schedule.num_rows, Int32), sizes.tokens
+        if cutlass.const_expr(not self.direct):
+            work = sync.goes_on(watch.gate)
+            rows, tokens = sync.select(work, rows, Int32(0)), sync.select(work, tokens, Int32(0))
         prog = program.Forward(
-            rows=cute.arch.load(schedule.num_rows, Int32),
-            tokens=sizes.tokens,
+            rows=rows,
+            tokens=tokens,
             hidden=sizes.hidden,
             intermediate=sizes.intermediate,
             shared_intermediate=sizes.shared_intermediate,

@@ -24,4 +24,7 @@ WAIT_FIELDS = (
     "state", "kind", "rank", "sm", "role", "task", "counter", "index", "value", "awaited",
 )  # fmt: skip
 WAIT_ROLES = ("load", "comm", "scheduler")
-WAIT_COUNTERS = ("x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready")
+WAIT_COUNTERS = (
+    "x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready",  # forward
+    "dispatch", "push", "dx", "free", "replay", "ddown", "group", "shared",  # backward
+)  # fmt: skip

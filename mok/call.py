@@ -123,8 +123,7 @@ class Call:
         """``recompute``: no router weights and no down weights are given, nor needed."""
         workspace.check_open()
         check_tunables(workspace, config)
-        if workspace.records.any():
-            workspace.check()
+        workspace.check_group()
         self.config, self.workspace, self.schedule = config, workspace, schedule
         self.recompute = recompute
         self.shape, self.sizes = workspace.shape, workspace.sizes
@@ -233,7 +232,12 @@ class Call:
 
         ``schedule_capacity_multiplier`` is a hint of the rows this rank gets, as a fraction of all routes:
         no more CTAs than such a call has tasks. Work is drawn by ticket, so any grid computes everything.
+        With launch control there is a cluster per task, so that some are left to give their SMs away;
+        otherwise no more than fit.
         """
+        from mok.kernels import scheduling_of
+        from mok.kernels_cute.machine import launch_grid
+
         cluster = CLUSTER_CTAS[self.workspace.arch]
         usable = (num_sms(self.workspace) - self.config.reserved_sms) // cluster * cluster
         comm = 0 if self.direct else -(-comm_sms // cluster) * cluster
@@ -247,7 +251,9 @@ class Call:
         rows = max(1, math.ceil(routes * self.config.schedule_capacity_multiplier))
         per_block = -(-2 * self.shape.intermediate_size // 256) + -(-self.shape.hidden_size // 256)
         tasks = -(-rows // self.sizes.tile) * per_block
-        return min(usable, comm + cluster * max(1, tasks)), comm
+        arch = self.workspace.arch
+        scheduling = scheduling_of(arch, self.config.launch_control)
+        return launch_grid(arch, scheduling, usable, comm, tasks), comm
 
     def run_forward(
         self, i: int, context: ForwardContext | None, recompute: bool = False
@@ -292,10 +298,16 @@ class Call:
         shared = [*(self.shared or ()), None, None, None][:3]
         launch(
             get_kernel(
-                kernels.recompute_spec(w.arch, self.direct, self.config.trace)
+                kernels.recompute_spec(
+                    w.arch, self.direct, self.config.launch_control, self.config.trace
+                )
                 if recompute
                 else kernels.forward_spec(
-                    w.arch, self.direct, context is not None, self.config.trace
+                    w.arch,
+                    self.direct,
+                    context is not None,
+                    self.config.launch_control,
+                    self.config.trace,
                 )
             ),
             self._address(self.x[i]),
@@ -319,6 +331,7 @@ class Call:
             w.heap.stride,
             self.counters[i],
             w.records.wait_address(rank),
+            w.barrier.gate_address(rank),
             int(self.config.timeout_s * 1e9),
             T,
             H,
@@ -378,6 +391,7 @@ class Call:
             self._address(shared),
             self._address(scale),
             slots.data_ptr(),
+            self.workspace.barrier.gate_address(self.local_ranks[i]),
             T,
             H,
             self.shape.topk,

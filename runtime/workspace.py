@@ -121,7 +121,7 @@ class Workspace:
             rank_starts: torch tensors.
         schedules: {rank: ScheduleBuffers} of this process' ranks.
         records: error words; ``records.wait_address(rank)`` and so on go to kernels.
-        barrier: the group's device barrier; ``barrier.poison_address(rank)`` goes to kernels.
+        barrier: the group's device barrier; ``barrier.gate_address(rank)`` goes to kernels.
         ring: ``ring.state()`` on the host.
 
     Raises:
@@ -282,6 +282,17 @@ class Workspace:
     def check(self) -> None:
         """Raise what kernels have noted so far: expired waits, bad ids. Costs no driver call."""
         self.records.check(self.shape.num_experts)
+
+    def check_group(self) -> None:
+        """Before a call: raise if the group cannot work any more. A bad id waits for ``check_call``, so
+        that this rank takes part in a call for which its peers wait."""
+        if self.records.broken():
+            self.check()
+
+    def check_call(self) -> None:
+        """After a call's last launch: raise what has been noted by now."""
+        if self.records.any():
+            self.check()
 
     # -------------------------------------------------------------- looking in
 
