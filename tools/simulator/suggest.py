@@ -2,7 +2,8 @@
 
 How many SMs communicate matters most and follows from no rule of thumb: of 132 SMs a Mixtral layer on two
 H200s wants 4 to 8 and a Qwen3-30B layer 32. So the model walks from the rule's number downhill, each
-direction on its own, on a call of a few minibatches: about ten simulations, kept for the process.
+direction on its own, on a call of a few minibatches with as many rows an expert: about ten simulations,
+kept for the process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def with_comm_sms(config: Config, shape: Shape, arch: str, num_sms: int) -> Conf
         return config
     rows = MINIBATCHES * config.minibatch_size
     tokens = min(shape.num_tokens, -(-rows // shape.topk))
-    small = dataclasses.replace(shape, num_tokens=tokens)
+    experts = -(-shape.max_local_experts * tokens // shape.num_tokens)
+    small = dataclasses.replace(shape, num_tokens=tokens, num_experts=shape.ep_size * experts)
     start = dataclasses.replace(config, macrobatch_size=rows)
     forward, backward = _best(start, small, arch, num_sms)
     return dataclasses.replace(config, fwd_num_comm_sms=forward, bwd_num_comm_sms=backward)
