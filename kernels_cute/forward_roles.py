@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
-from . import comm, program, sync, trace
+from . import comm, comm_mxfp8, mxfp8, program, ptx, ptx_fp8, sync, trace
+from .epilogue import quantise
 from .epilogue.swiglu import swiglu
 from .gemm.operands import RowSource, Tma
 from .invariant import Invariant
@@ -33,6 +34,16 @@ class Sources(NamedTuple):
     shared_gate: Tma
     shared_up: Tma
     shared_down: Tma
+
+
+class Scales(NamedTuple):
+    """TMA loads of scales, where the MMA takes them."""
+
+    x_ring: Tma
+    hidden: Tma
+    gate: Tma
+    up: Tma
+    down: Tma
 
 
 class Targets(NamedTuple):
@@ -74,7 +85,9 @@ class Sizes(NamedTuple):
 class Buffers(NamedTuple):
     """Addresses that comm workers use."""
 
-    x_ring: Int64  # bf16 [macrobatch, H]
+    x_ring: Int64  # bf16 [macrobatch, H]; e4m3 where the MMA takes scales
+    x_scales: Int64  # E8M0 of the x ring in tiles (MXFP8 where the MMA takes scales)
+    hidden_scales: Int64  # the same of hidden
     y_ring: Int64  # bf16 [macrobatch, H]
     x_heap: Int64  # rank 0's bf16 [max tokens, H]; rank r's is r*rank_stride further
     slots_heap: Int64  # rank 0's bf16 [max tokens * K, H]
@@ -84,8 +97,9 @@ class Buffers(NamedTuple):
 class Context(Invariant):
     """The kernel's arguments, as its roles see them."""
 
-    def __init__(self, sources, targets, schedule, sizes, buffers, watch, swiglu_limit):
+    def __init__(self, sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit):
         self.sources: Sources = sources
+        self.scales: Scales | None = scales
         self.targets: Targets = targets
         self.schedule: Schedule = schedule
         self.sizes: Sizes = sizes
@@ -116,7 +130,11 @@ class ForwardRoles(MegaKernel):
             sizes.intermediate,
             sync.select(kind == SHARED_DOWN, sizes.shared_intermediate, sizes.hidden),
         )
-        k_tiles = sync.select(kind == END, Int32(0), k_size // self.mainloop.TILE_K)
+        k_tiles = k_size // self.mainloop.TILE_K
+        if cutlass.const_expr(self.scaled):
+            routed = (kind == UP) | (kind == DOWN)
+            k_tiles = sync.select(routed, k_size // self.mainloop.SCALED_K, k_tiles)
+        k_tiles = sync.select(kind == END, Int32(0), k_tiles)
         ring_block = task.block % prog.ring_blocks
         return Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
 
@@ -170,6 +188,11 @@ class ForwardRoles(MegaKernel):
         shared_up = main.partition(sources.shared_up, sB, main.half_n)
         shared_down = main.partition(sources.shared_down, sB, main.half_n)
         zero = Int32(0)
+        up_scales = down_scales = ()
+        if cutlass.const_expr(self.scaled):
+            of = ctx.scales
+            up_scales = main.partition_scales(shared.storage, of.x_ring, of.gate, of.up)
+            down_scales = main.partition_scales(shared.storage, of.hidden, of.down, of.down)
 
         stage, phase = Int32(0), Int32(0)
         feed = self.first_task(ctx)
@@ -183,15 +206,27 @@ class ForwardRoles(MegaKernel):
             # What was waited for reached memory by way of other threads; TMA reads past them.
             cute.arch.fence_proxy("async.global")
             if kind == UP:
-                stage, phase = main.load_tile(
-                    bars, x_ring, not direct, entry.ring_block, gate, entry.n, up, entry.n,
-                    entry.expert, entry.k_tiles, stage, phase,
-                )  # fmt: skip
+                if cutlass.const_expr(self.scaled):
+                    stage, phase = main.load_scaled_tile(
+                        bars, x_ring, entry.ring_block, gate, entry.n, up, entry.n, up_scales,
+                        entry.expert, entry.k_tiles, stage, phase,
+                    )  # fmt: skip
+                else:
+                    stage, phase = main.load_tile(
+                        bars, x_ring, not direct, entry.ring_block, gate, entry.n, up, entry.n,
+                        entry.expert, entry.k_tiles, stage, phase,
+                    )  # fmt: skip
             elif kind == DOWN:
-                stage, phase = main.load_tile(
-                    bars, hidden, True, entry.ring_block, down, 2 * entry.n, down, 2 * entry.n + 1,
-                    entry.expert, entry.k_tiles, stage, phase,
-                )  # fmt: skip
+                if cutlass.const_expr(self.scaled):
+                    stage, phase = main.load_scaled_tile(
+                        bars, hidden, entry.ring_block, down, 2 * entry.n, down, 2 * entry.n + 1,
+                        down_scales, entry.expert, entry.k_tiles, stage, phase,
+                    )  # fmt: skip
+                else:
+                    stage, phase = main.load_tile(
+                        bars, hidden, True, entry.ring_block, down, 2 * entry.n,
+                        down, 2 * entry.n + 1, entry.expert, entry.k_tiles, stage, phase,
+                    )  # fmt: skip
             elif kind == SHARED_UP:
                 stage, phase = main.load_tile(
                     bars, x, True, entry.block, shared_gate, entry.n, shared_up, entry.n,
@@ -203,6 +238,26 @@ class ForwardRoles(MegaKernel):
                     shared_down, 2 * entry.n + 1, zero, entry.k_tiles, stage, phase,
                 )  # fmt: skip
         main.finish_loads(bars, stage, phase)
+
+    @cute.jit
+    def multiply(self, shared, fragments, tmem, entry, stage, phase, acc, acc_phase):
+        """One task of the MMA role: routed ones with scales in MXFP8."""
+        main = self.mainloop
+        if cutlass.const_expr(self.scaled):
+            if entry.kind == UP or entry.kind == DOWN:
+                stage, phase = main.mma_scaled_tile(
+                    shared.bars, shared.storage, tmem.toint(), entry.k_tiles, stage, phase,
+                    acc, acc_phase,
+                )  # fmt: skip
+            else:
+                stage, phase = main.mma_tile(
+                    shared.bars, *fragments, entry.k_tiles, stage, phase, acc, acc_phase
+                )
+        else:
+            stage, phase = main.mma_tile(
+                shared.bars, *fragments, entry.k_tiles, stage, phase, acc, acc_phase
+            )
+        return stage, phase
 
     @cute.jit
     def gather_role(self, ctx, shared):
@@ -241,24 +296,64 @@ class ForwardRoles(MegaKernel):
             kind = entry.kind
             if entry.k_tiles > 0:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
-                if kind == UP or kind == SHARED_UP:
+                if kind == UP:
+                    if cutlass.const_expr(self.scaled):
+                        chunk, chunk_phase = self.scaled_epilogue(
+                            ctx, shared, worker, entry, at, chunk, chunk_phase
+                        )
+                    else:
+                        chunk, chunk_phase = self.up_epilogue(
+                            ctx, shared, worker, at, chunk, chunk_phase, self.mxfp8
+                        )
+                elif kind == SHARED_UP:
                     chunk, chunk_phase = self.up_epilogue(
-                        ctx, shared, worker, at, chunk, chunk_phase
+                        ctx, shared, worker, at, chunk, chunk_phase, False
                     )
                 else:
                     chunk, chunk_phase = self.down_epilogue(shared, worker, at, chunk, chunk_phase)
                 at, phase = main.give_back(worker, bars, at, phase)
 
     @cute.jit
-    def up_epilogue(self, ctx, shared, worker, at, chunk, phase):
+    def up_epilogue(
+        self, ctx, shared, worker, at, chunk, phase, quantised: cutlass.Constexpr[bool]
+    ):
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
         up_n = self.tile.up_n
         for c in cutlass.range_constexpr(up_n // CHUNK_N):
             chunk, phase = self.put_chunk(
                 shared, worker, at, (c * CHUNK_N, c * CHUNK_N + up_n), chunk, phase,
                 lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
+                quantise.wgmma_columns if quantised else None,
             )  # fmt: skip
             if cutlass.const_expr(self.save_context):
+                for column in (c * CHUNK_N, c * CHUNK_N + up_n):
+                    chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
+        return chunk, phase
+
+    @cute.jit
+    def scaled_epilogue(self, ctx, shared, worker, entry, at, chunk, phase):
+        """hidden = swiglu(gate, up) of the whole tile as E4M3; a thread holds the blocks of one row."""
+        main, staging, up_n = self.mainloop, self.staging, self.tile.up_n
+        sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
+        codes = Uint32(0)
+        for piece in cutlass.range_constexpr(up_n // mxfp8.BLOCK):
+            gate, up = main.columns(worker, at, 32 * piece, 32 * piece + up_n)
+            values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
+            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 32, 2)]
+            code = mxfp8.scale_code(mxfp8.magnitude(packed))
+            codes = codes | (Uint32(code) << Uint32(8 * piece))
+            if cutlass.const_expr(piece == up_n // mxfp8.BLOCK - 1):
+                row = self.row_tile(entry.ring_block) * main.CTA_ROWS + worker.row
+                offset = mxfp8.scale_offset(row, 4 * entry.n, ctx.sizes.intermediate // 32)
+                ptx_fp8.store_4(ctx.buffers.hidden_scales + offset, codes)
+                # TMA reads them. The store warp signals for this write, too: it waits for the chunk.
+                cute.arch.fence_proxy("async.global")
+            words = mxfp8.quantise(packed, mxfp8.reciprocal(code))
+            chunk, phase = staging.put_bytes(
+                words, shared.stores, sD_row, worker.row, chunk, phase, piece
+            )
+        if cutlass.const_expr(self.save_context):
+            for c in cutlass.range_constexpr(up_n // CHUNK_N):
                 for column in (c * CHUNK_N, c * CHUNK_N + up_n):
                     chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
         return chunk, phase
@@ -274,15 +369,22 @@ class ForwardRoles(MegaKernel):
     def put_chunk(
         self, shared, worker, at, columns: cutlass.Constexpr[tuple[int, ...]], chunk, phase,
         formula: cutlass.Constexpr = lambda value: value,
+        quantised: cutlass.Constexpr = None,
     ):  # fmt: skip
-        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result."""
+        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result.
+
+        ``quantised`` is applied to the result once it is rounded to BF16.
+        """
         main, staging = self.mainloop, self.staging
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
         for piece in cutlass.range_constexpr(staging.PIECES):
             first = [column + piece * main.PIECE for column in columns]
             values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
-            chunk, phase = staging.put(
-                values, shared.stores, sD_row, worker.row, chunk, phase, piece
+            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+            if cutlass.const_expr(quantised is not None):
+                packed = quantised(packed)
+            chunk, phase = staging.put_packed(
+                packed, shared.stores, sD_row, worker.row, chunk, phase, piece
             )
         return chunk, phase
 
@@ -311,9 +413,18 @@ class ForwardRoles(MegaKernel):
             kind = entry.kind
             if kind == UP:
                 rows = self.row_tile(entry.ring_block)
-                chunk, phase = staging.store_tile(
-                    stores, hidden, rows, entry.n, up_chunks, zero, chunk, phase
-                )
+                if cutlass.const_expr(self.scaled):
+                    chunk, phase = staging.store_tile(
+                        stores, hidden[:1], rows, entry.n, 1, zero, chunk, phase
+                    )
+                    if cutlass.const_expr(self.save_context):
+                        chunk, phase = staging.store_tile(
+                            stores, hidden[1:], rows, entry.n, up_chunks, zero, chunk, phase
+                        )
+                else:
+                    chunk, phase = staging.store_tile(
+                        stores, hidden, rows, entry.n, up_chunks, zero, chunk, phase
+                    )
                 staging.signal(counters.hidden_ready + entry.block)
             elif kind == DOWN:
                 y_block = entry.block if cutlass.const_expr(self.direct) else entry.ring_block
@@ -366,10 +477,16 @@ class ForwardRoles(MegaKernel):
                         ctx.tracer.begin()
                 cute.arch.sync_threads()
                 if item.kind == program.DISPATCH:
-                    comm.pull_rows(
-                        rows, item.row, count, buffers.x_heap, sizes.topk,
-                        buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
-                    )  # fmt: skip
+                    if cutlass.const_expr(self.mxfp8):
+                        comm_mxfp8.pull_rows(
+                            rows, item.row, count, buffers.x_heap, sizes.topk, buffers.x_ring,
+                            buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,
+                        )  # fmt: skip
+                    else:
+                        comm.pull_rows(
+                            rows, item.row, count, buffers.x_heap, sizes.topk,
+                            buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
+                        )  # fmt: skip
                     cute.arch.fence_proxy("async.global")
                 else:
                     comm.push_rows(

@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, Int64
 
 from . import ptx_sm100, sync, tracing
 from .epilogue.staging import RowStaging, Staging
-from .gemm import sm90, sm100
+from .gemm import sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
 from .invariant import Invariant
 from .machine import HOPPER, check_scheduling, check_tile, machine_of
@@ -84,6 +84,7 @@ class MegaKernel:
         stages: A/B stages in shared memory; None for the machine's default.
         scheduling: "clc" or "tickets"; None for the machine's default. Without Cluster Launch Control
             every cluster draws tickets to the end, and the grid should be what fits the GPU.
+        mxfp8: routed experts in MXFP8. ``self.scaled`` says whether the MMA takes block scales.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -92,14 +93,23 @@ class MegaKernel:
     trace = False  # record begin and end of every task
 
     def __init__(
-        self, arch: str, direct: bool, tile_n: int, stages: int | None, scheduling: str | None
+        self,
+        arch: str,
+        direct: bool,
+        tile_n: int,
+        stages: int | None,
+        scheduling: str | None,
+        mxfp8: bool = False,
     ):
         self.arch = arch
         self.direct = direct
         self.machine = machine_of(arch)
         self.scheduling = check_scheduling(arch, scheduling)
-        stages = self.machine.stages if stages is None else stages
-        check_tile(arch, tile_n, stages)
+        self.mxfp8 = mxfp8
+        self.scaled = mxfp8 and self.machine.scaled_stages > 0
+        if stages is None:
+            stages = self.machine.scaled_stages if self.scaled else self.machine.stages
+        check_tile(arch, tile_n, stages, scaled=self.scaled)
         self.hopper = self.machine is HOPPER
         self.ctas = self.machine.ctas
         if self.hopper:
@@ -112,6 +122,8 @@ class MegaKernel:
             gather_warps = 4 if direct else 0
             self.first_gather_warp = 8
             self.mainloop = sm100.Mainloop(tile_n, stages, gather_warps)
+            if self.scaled:
+                self.mainloop = sm100_mxfp8.Mainloop(tile_n, stages)
             self.staging = RowStaging(self.mainloop.CTA_ROWS, self.mainloop.EPILOGUE_WARPS)
             # Load, store, epilogue and gather warps; in the first CTA also the MMA warp.
             self.readers = 2 + self.mainloop.EPILOGUE_WARPS + gather_warps
@@ -378,7 +390,7 @@ class MegaKernel:
     def mma_role(self, shared, tmem):
         """Multiply for both CTAs, into one accumulator after the other."""
         main, bars, queue = self.mainloop, shared.bars, shared.queue
-        tCrA, tCrB, tCtAcc = main.fragments(shared.storage, tmem)
+        fragments = main.fragments(shared.storage, tmem)
         stage, phase = Int32(0), Int32(0)
         acc, acc_phase = Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
@@ -388,11 +400,17 @@ class MegaKernel:
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
             if entry.k_tiles > 0:
-                stage, phase = main.mma_tile(
-                    bars, tCrA, tCrB, tCtAcc, entry.k_tiles, stage, phase, acc, acc_phase
+                stage, phase = self.multiply(
+                    shared, fragments, tmem, entry, stage, phase, acc, acc_phase
                 )
                 acc, acc_phase = sync.advance(acc, acc_phase, main.acc_stages)
         main.finish_mma(bars, acc, acc_phase)
+
+    def multiply(self, shared, fragments, tmem, entry, stage, phase, acc, acc_phase):
+        """One task of the MMA role."""
+        return self.mainloop.mma_tile(
+            shared.bars, *fragments, entry.k_tiles, stage, phase, acc, acc_phase
+        )
 
 
 def launch_control(storage) -> LaunchControl:

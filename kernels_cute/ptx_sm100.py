@@ -59,20 +59,50 @@ def cluster_wait(address: Int32, parity: Int32) -> None:
 # ---- tensor memory ----
 
 
-def tmem_load(*addresses: Int32) -> list[list[Float32]]:
-    """32 columns of this lane's row from each tensor-memory address (lane · 65536 + column)."""
+def tmem_load(*addresses: Int32, width: int = 32) -> list[list[Float32]]:
+    """32 (or ``width``: 16) columns of this lane's row from each tensor-memory address.
+
+    An address is lane · 65536 + column.
+    """
     count = len(addresses)
     loads = []
     for i in range(count):
-        registers = ", ".join(f"{{$w{32 * i + j}}}" for j in range(32))
-        loads.append(f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{registers}}}, [{{$r{i}}}];")
+        registers = ", ".join(f"{{$w{width * i + j}}}" for j in range(width))
+        loads.append(f"tcgen05.ld.sync.aligned.32x32b.x{width}.b32 {{{registers}}}, [{{$r{i}}}];")
     # One block with its wait, so that nothing reads the registers before they are loaded.
     values = cute.arch.inline_ptx(
         "\n\t".join([*loads, "tcgen05.wait::ld.sync.aligned;"]),
-        write_only_types=[Float32] * (32 * count),
+        write_only_types=[Float32] * (width * count),
         read_only_args=list(addresses),
     )
-    return [list(values[32 * i : 32 * i + 32]) for i in range(count)]
+    return [list(values[width * i : width * i + width]) for i in range(count)]
+
+
+def copy_scales(target: Int32, descriptor: Int64) -> None:
+    """512 bytes of scales (32 rows of 16) from shared to tensor memory, four columns, once per warp's
+    lanes; in both CTAs, each from its own shared memory (one thread)."""
+    cute.arch.inline_ptx(
+        "tcgen05.cp.cta_group::2.32x128b.warpx4 [{$r0}], {$r1};",
+        read_only_args=[target, descriptor],
+    )
+
+
+def mma_mxfp8(
+    accumulator: Int32,
+    a: Int64,
+    b: Int64,
+    instruction: Int32,
+    a_scales: Int32,
+    b_scales: Int32,
+    accumulate: Int32,
+) -> None:
+    """One block-scaled MMA of 32 K for a pair of CTAs: addresses, descriptors (one thread)."""
+    cute.arch.inline_ptx(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, {$r6}, 0;\n\t"
+        "tcgen05.mma.cta_group::2.kind::mxf8f6f4.block_scale [{$r0}], {$r1}, {$r2}, {$r3}, "
+        "[{$r4}], [{$r5}], p;\n\t}",
+        read_only_args=[accumulator, a, b, instruction, a_scales, b_scales, accumulate],
+    )
 
 
 def tcgen05_before_sync() -> None:

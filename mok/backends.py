@@ -151,7 +151,7 @@ def prepare_forward(
     """
     lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
     if backend.kind == "reference":
-        sizes = (
+        sizes: dict[str, Any] = (
             {"minibatch": config.minibatch_size, "macrobatch": config.macrobatch_size}
             if config
             else {}

@@ -326,6 +326,7 @@ class Call:
             self._address(up),
             self._address(shared_gate),
             self._address(shared_up),
+            *[0] * 5,  # scales: MXFP8
             w.x.base_address if w.x is not None else 0,
             w.slots.base_address if w.slots is not None else 0,
             w.heap.stride,

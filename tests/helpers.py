@@ -19,6 +19,7 @@ KERNELS = {
     "backward": "mok.kernels_cute.backward.kernel:BackwardKernel",
     "forward": "mok.kernels_cute.forward:ForwardKernel",
     "plan": "mok.kernels_cute.backward.plan_kernel:PlanKernel",
+    "quantise": "mok.kernels_cute.quantise:QuantiseKernel",
     "router_grad": "mok.kernels_cute.router_grad:RouterGradKernel",
     "schedule": "mok.kernels_cute.schedule.build:ScheduleKernel",
     "stage_ids": "mok.kernels_cute.schedule.stage:StageIdsKernel",

@@ -86,12 +86,17 @@ class Staging(Invariant):
             cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
         self.write(packed, sD_row + chunk * (self.tile_m * self.CHUNK_N * 2), row, piece)
         if cutlass.const_expr(piece == self.PIECES - 1):
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(bars.full + chunk)
-            chunk, phase = advance(chunk, phase, self.stages)
+            chunk, phase = self.hand_over(bars, chunk, phase)
         return chunk, phase
+
+    @cute.jit
+    def hand_over(self, bars: Stages, chunk: Int32, phase: Int32):
+        """Give this warp's part of a buffer to the store warp. Returns the next (chunk, phase)."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(bars.full + chunk)
+        return advance(chunk, phase, self.stages)
 
     def write(self, packed, address: Int32, row: Int32, piece: int) -> None:
         """64 columns in wgmma's accumulator order (per 8: two of row lane/4, two of row lane/4+8).
@@ -121,11 +126,7 @@ class Staging(Invariant):
             ]
             row = 16 * j + lane // 16 * 8 + lane % 8
             ptx.stmatrix_x4_trans(base + row * 128 + ((column ^ (row % 8)) << 4), *packed)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(bars.full + chunk)
-        return advance(chunk, phase, self.stages)
+        return self.hand_over(bars, chunk, phase)
 
     @cute.jit
     def store(
@@ -201,3 +202,24 @@ class RowStaging(Staging):
             ptx_sm100.shared_store_16(
                 address + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4]
             )
+
+    @cute.jit
+    def put_bytes(
+        self, words, bars: Stages, sD_row: Int32, row: Int32, chunk: Int32, phase: Int32,
+        piece: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """``put_packed`` of one-byte values: piece ``piece`` of 4, 32 of a buffer's 128 columns.
+
+        ``words``: 8 words of four values of this thread's row.
+        """
+        if cutlass.const_expr(piece == 0):
+            cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
+        address = sD_row + chunk * (self.tile_m * self.CHUNK_N * 2)
+        for j in cutlass.range_constexpr(2):
+            column = 2 * piece + j
+            ptx_sm100.shared_store_16(
+                address + ((column ^ (row % 8)) << 4), *words[4 * j : 4 * j + 4]
+            )
+        if cutlass.const_expr(piece == 3):
+            chunk, phase = self.hand_over(bars, chunk, phase)
+        return chunk, phase

@@ -50,6 +50,11 @@ def aligned(elements: int) -> object:
     return cute.struct.Align[cute.struct.MemRange[BFloat16, elements], 1024]
 
 
+def aligned_bytes(count: int) -> object:
+    """A shared-storage field of ``count`` bytes, 128-byte aligned."""
+    return cute.struct.Align[cute.struct.MemRange[BFloat16, count // 2], 128]
+
+
 def view(storage, layout: cute.ComposedLayout) -> cute.Tensor:
     """A swizzled tensor over a range of shared memory."""
     return storage.get_tensor(layout.outer, swizzle=layout.inner)

@@ -307,7 +307,7 @@ class Mainloop(Invariant):
         """Accumulator ``acc`` = A·Bᵀ over ``k_tiles`` ≥ 1 steps. Returns the next (stage, phase)."""
         ptx_sm100.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
         ptx_sm100.tcgen05_after_sync()
-        target = tCtAcc[None, None, None, acc]
+        target = tCtAcc[None, None, None, self.place(acc, acc_phase)]
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.full + stage, phase)
             ptx_sm100.tcgen05_after_sync()
@@ -322,6 +322,10 @@ class Mainloop(Invariant):
         with cute.arch.elect_one():
             tcgen05.commit(bars.acc_full + acc, BOTH, TWO)
         return stage, phase
+
+    def place(self, acc: Int32, acc_phase: Int32) -> Int32:
+        """Which of the places in tensor memory an accumulator takes."""
+        return acc
 
     @cute.jit
     def finish_mma(self, bars: Bars, acc: Int32, acc_phase: Int32):
