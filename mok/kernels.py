@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from mok.kernels_cute.machine import machine_of
 from mok.runtime.compile import KernelSpec
 
-BACKWARD_ARCHS = ("sm_90a",)
-"""Architectures with a backward kernel."""
-
 FORWARD = "mok.kernels_cute.forward:ForwardKernel"
+BACKWARD = "mok.kernels_cute.backward.kernel:BackwardKernel"
 
 
 def forward_spec(
@@ -24,7 +24,7 @@ def forward_spec(
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
-    return _forward(name, arch, launch_control, trace, **config)
+    return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
 def recompute_spec(
@@ -32,24 +32,13 @@ def recompute_spec(
 ) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
     config = {"direct": direct, "save_context": True, "recompute": True}
-    return _forward(f"recompute_{_path(direct)}", arch, launch_control, trace, **config)
+    name = f"recompute_{_path(direct)}"
+    return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
 def scheduling_of(arch: str, launch_control: bool) -> str:
     """How a megakernel gets its next task: "clc" or "tickets"."""
     return machine_of(arch).scheduling[0 if launch_control else -1]
-
-
-def _forward(
-    name: str, arch: str, launch_control: bool, trace: bool, **config: bool | str
-) -> KernelSpec:
-    if scheduling_of(arch, launch_control) != scheduling_of(arch, True):
-        name += "_tickets"
-        config["scheduling"] = scheduling_of(arch, launch_control)
-    if trace:
-        name, config = f"{name}_trace", {**config, "trace": True}
-    # The kernel is built for a machine, so the architecture is also part of its configuration.
-    return KernelSpec(name, arch, FORWARD, tuple(sorted({"arch": arch, **config}.items())))
 
 
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
@@ -93,10 +82,10 @@ def token_sum_spec(
 def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there)."""
-    return KernelSpec.of(
+    return _for_machine(
         f"backward_{_path(direct)}_{grad_mode}",
         arch,
-        "mok.kernels_cute.backward.kernel:BackwardKernel",
+        BACKWARD,
         direct=direct,
         grad_mode=grad_mode,
     )
@@ -104,7 +93,7 @@ def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpe
 
 def plan_spec(arch: str) -> KernelSpec:
     """The tables of the backward program, from the schedule."""
-    return KernelSpec.of("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
+    return _for_machine("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
 
 
 def router_grad_spec(arch: str, direct: bool, ids_bits: int = 64) -> KernelSpec:
@@ -132,9 +121,7 @@ def forward_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
 
 
 def backward_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> list[KernelSpec]:
-    """Every kernel that a backward call may launch; none where backward does not exist yet."""
-    if arch not in BACKWARD_ARCHS:
-        return []
+    """Every kernel that a backward call may launch, at EP = 1 and at EP > 1."""
     kernels = [plan_spec(arch)]
     for direct in (True, False):
         kernels += [
@@ -143,6 +130,23 @@ def backward_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> li
             token_sum_spec(arch, direct, has_shared, has_weights=False),
         ]
     return kernels
+
+
+def _for_machine(
+    name: str,
+    arch: str,
+    factory: str,
+    launch_control: bool = True,
+    trace: bool = False,
+    **config: Hashable,
+) -> KernelSpec:
+    if scheduling_of(arch, launch_control) != scheduling_of(arch, True):
+        name += "_tickets"
+        config["scheduling"] = scheduling_of(arch, launch_control)
+    if trace:
+        name, config = f"{name}_trace", {**config, "trace": True}
+    # The kernel is built for a machine, so the architecture is also part of its configuration.
+    return KernelSpec(name, arch, factory, tuple(sorted({"arch": arch, **config}.items())))
 
 
 def _path(direct: bool) -> str:
