@@ -329,6 +329,11 @@ class ForwardRoles(MegaKernel):
                     chunk, chunk_phase = self.down_epilogue(shared, worker, at, chunk, chunk_phase)
                 at, phase = main.give_back(worker, bars, at, phase)
 
+    @property
+    def unrolled(self) -> bool:
+        """Whether accumulators need indices at compile time: registers, and columns kept in them."""
+        return self.hopper or self.scaled
+
     @cute.jit
     def hidden_epilogue(self, ctx, shared, worker, entry, at, chunk, phase):
         """The epilogue of up tasks: one for both kinds unless routed experts are quantised."""
@@ -349,7 +354,7 @@ class ForwardRoles(MegaKernel):
     ):
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
         chunks = self.tile.up_n // CHUNK_N
-        if cutlass.const_expr(self.hopper):  # registers have no run-time index
+        if cutlass.const_expr(self.unrolled):
             for c in cutlass.range_constexpr(chunks):
                 chunk, phase = self.up_chunk(
                     ctx, shared, worker, at, c * CHUNK_N, chunk, phase, quantised
@@ -406,7 +411,7 @@ class ForwardRoles(MegaKernel):
     def down_epilogue(self, shared, worker, at, chunk, phase):
         """y, rounded to BF16."""
         chunks = self.tile.down_n // CHUNK_N
-        if cutlass.const_expr(self.hopper):
+        if cutlass.const_expr(self.unrolled):
             for c in cutlass.range_constexpr(chunks):
                 chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
         else:
