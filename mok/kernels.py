@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from mok.kernels_cute.machine import machine_of
 from mok.runtime.compile import KernelSpec
 
@@ -11,6 +13,7 @@ BACKWARD_ARCHS = ("sm_90a",)
 FORWARD = "mok.kernels_cute.forward:ForwardKernel"
 
 
+@cache
 def forward_spec(
     arch: str,
     direct: bool,
@@ -27,6 +30,7 @@ def forward_spec(
     return _forward(name, arch, launch_control, trace, **config)
 
 
+@cache
 def recompute_spec(
     arch: str, direct: bool, launch_control: bool = True, trace: bool = False
 ) -> KernelSpec:
@@ -35,6 +39,7 @@ def recompute_spec(
     return _forward(f"recompute_{_path(direct)}", arch, launch_control, trace, **config)
 
 
+@cache
 def scheduling_of(arch: str, launch_control: bool) -> str:
     """How a megakernel gets its next task: "clc" or "tickets"."""
     return machine_of(arch).scheduling[0 if launch_control else -1]
@@ -52,6 +57,7 @@ def _forward(
     return KernelSpec(name, arch, FORWARD, tuple(sorted({"arch": arch, **config}.items())))
 
 
+@cache
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
     """Copies a call's expert ids into the symmetric heap as int32."""
     return KernelSpec.of(
@@ -59,11 +65,13 @@ def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
     )
 
 
+@cache
 def schedule_spec(arch: str) -> KernelSpec:
     """Count, scan and place."""
     return KernelSpec.of("schedule", arch, "mok.kernels_cute.schedule.build:ScheduleKernel")
 
 
+@cache
 def token_sum_spec(
     arch: str,
     direct: bool,
@@ -90,6 +98,7 @@ def token_sum_spec(
     )
 
 
+@cache
 def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there)."""
@@ -102,11 +111,13 @@ def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpe
     )
 
 
+@cache
 def plan_spec(arch: str) -> KernelSpec:
     """The tables of the backward program, from the schedule."""
     return KernelSpec.of("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
 
 
+@cache
 def router_grad_spec(arch: str, direct: bool, ids_bits: int = 64) -> KernelSpec:
     """Router-weight gradients [T, K] from backward's partials (``direct``), else from the slots."""
     return KernelSpec.of(
