@@ -98,7 +98,7 @@ def step_of(
 
 def versions() -> dict[str, str]:
     """Of what decides bits, as far as it is known here."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("mok-cutedsl", "nvidia-cutlass-dsl", "cuda-bindings"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -169,7 +169,9 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
             document = torch.load(name, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises what pickle, zipfile and the system do
             raise ShapeError(
-                "a capture must be readable", f"{name}: {type(error).__name__}: {error}"
+                "a capture must be readable",
+                f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}",
+                "Only files that mok.capture wrote are read",
             ) from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ShapeError(f"a capture must be of format {FORMAT}", str(name))
