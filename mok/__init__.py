@@ -22,7 +22,9 @@ _LAZY = {
     "Config": "mok.config",
     "MoELayer": "mok.layer",
     "Shape": "mok.config",
+    "capture": "",
     "functional": "",
+    "parallel": "",
     "reference": "",
     "replace_moe": "mok.hf",
 }

@@ -173,8 +173,23 @@ def prepare_forward(
     return emulated
 
 
+def run_step(case: Case, dy: Tensor | None, ep_size: int, backend: Backend) -> Tensor:
+    """Forward, and with the output's gradient ``dy`` [N, H] backward, on virtual ranks: BF16 [N, H]."""
+    with machine(backend):
+        return _prepare_kernel(case, case.tokens_per_rank(ep_size), backend, None, dy)()
+
+
+def machine(backend: Backend) -> contextlib.AbstractContextManager[Any]:
+    """What a backend's calls need around them: the emulator, or nothing."""
+    return _emulator(backend.arch) if backend.kind == "emulator" else contextlib.nullcontext()
+
+
 def _prepare_kernel(
-    case: Case, lengths: list[int], backend: Backend, config: Config | None
+    case: Case,
+    lengths: list[int],
+    backend: Backend,
+    config: Config | None,
+    dy: Tensor | None = None,
 ) -> Callable[[], Tensor]:
     from mok import functional
     from mok.runtime.group import Group
@@ -224,19 +239,22 @@ def _prepare_kernel(
         schedule = functional.build_schedule(
             workspace, config, each(ids), num_local_experts=each([len(p) for p in placement])
         )
-        output, _ = functional.forward(
-            config,
-            workspace,
-            schedule,
+        arguments = (
             each(x),
             each(weights),
             *shared_weights,
             each([r.gate for r in routed]),
             each([r.up for r in routed]),
             each([r.down for r in routed]),
-            swiglu_limit=case.swiglu_limit,
-            save_context=False,
+            case.swiglu_limit,
         )
+        output, context = functional.forward(
+            config, workspace, schedule, *arguments, save_context=dy is not None
+        )
+        if dy is not None:
+            assert context is not None
+            grads = each(dy.split(lengths))
+            functional.backward(config, workspace, schedule, context, grads, *arguments)
         return output if ep_size == 1 else torch.cat(list(output))
 
     return run

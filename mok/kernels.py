@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 
 from mok.kernels_cute.machine import machine_of
 from mok.runtime.compile import KernelSpec
@@ -11,6 +12,7 @@ FORWARD = "mok.kernels_cute.forward:ForwardKernel"
 BACKWARD = "mok.kernels_cute.backward.kernel:BackwardKernel"
 
 
+@cache
 def forward_spec(
     arch: str,
     direct: bool,
@@ -27,6 +29,7 @@ def forward_spec(
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
+@cache
 def recompute_spec(
     arch: str, direct: bool, launch_control: bool = True, trace: bool = False
 ) -> KernelSpec:
@@ -36,11 +39,13 @@ def recompute_spec(
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
+@cache
 def scheduling_of(arch: str, launch_control: bool) -> str:
     """How a megakernel gets its next task: "clc" or "tickets"."""
     return machine_of(arch).scheduling[0 if launch_control else -1]
 
 
+@cache
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
     """Copies a call's expert ids into the symmetric heap as int32."""
     return KernelSpec.of(
@@ -48,11 +53,13 @@ def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
     )
 
 
+@cache
 def schedule_spec(arch: str) -> KernelSpec:
     """Count, scan and place."""
     return KernelSpec.of("schedule", arch, "mok.kernels_cute.schedule.build:ScheduleKernel")
 
 
+@cache
 def token_sum_spec(
     arch: str,
     direct: bool,
@@ -79,6 +86,7 @@ def token_sum_spec(
     )
 
 
+@cache
 def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there)."""
@@ -91,11 +99,13 @@ def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpe
     )
 
 
+@cache
 def plan_spec(arch: str) -> KernelSpec:
     """The tables of the backward program, from the schedule."""
     return _for_machine("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
 
 
+@cache
 def router_grad_spec(arch: str, direct: bool, ids_bits: int = 64) -> KernelSpec:
     """Router-weight gradients [T, K] from backward's partials (``direct``), else from the slots."""
     return KernelSpec.of(
