@@ -309,7 +309,9 @@ class ForwardRoles(MegaKernel):
                 at, phase = main.give_back(worker, bars, at, phase)
 
     @cute.jit
-    def up_epilogue(self, ctx, shared, worker, at, chunk, phase, quantised: cutlass.Constexpr[bool]):
+    def up_epilogue(
+        self, ctx, shared, worker, at, chunk, phase, quantised: cutlass.Constexpr[bool]
+    ):
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
         up_n = self.tile.up_n
         for c in cutlass.range_constexpr(up_n // CHUNK_N):
@@ -330,9 +332,11 @@ class ForwardRoles(MegaKernel):
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
         codes = Uint32(0)
         for piece in cutlass.range_constexpr(up_n // mxfp8.BLOCK):
-            gate, up = main.columns(worker, at, 32 * piece, 32 * piece + up_n)
-            values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
-            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 32, 2)]
+            packed = []
+            for first in (32 * piece, 32 * piece + 16):  # half a block: fewer registers
+                gate, up = main.columns(worker, at, first, first + up_n, width=16)
+                values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
+                packed += [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)]
             code = mxfp8.scale_code(mxfp8.magnitude(packed))
             codes = codes | (Uint32(code) << Uint32(8 * piece))
             if cutlass.const_expr(piece == up_n // mxfp8.BLOCK - 1):
