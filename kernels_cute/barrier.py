@@ -5,7 +5,9 @@ of its own array have reached e. The epoch is counted on the device, so a captur
 Words only grow, so nothing is reset and two barriers in a row cannot meet.
 
 A barrier never hangs: on expiry the rank notes who is missing, poisons the whole group and returns. A
-poisoned barrier returns at once, and so do the group's other kernels.
+poisoned barrier returns at once and closes the gate: a word of this rank that later kernels of its stream
+read at entry. They read that and not the poison, which a peer may write while some CTAs have started and
+others have not.
 """
 
 import cuda.bindings.driver as cuda
@@ -39,7 +41,7 @@ class BarrierKernel:
         self,
         words: Int64,  # symmetric int32 [ranks]: rank 0's address
         poison: Int64,  # symmetric int32 [1]: rank 0's address
-        epoch: Int64,  # int32 [1], this rank's
+        epoch: Int64,  # int32 [2], this rank's: the epoch, and the gate of later kernels
         record: Int64,  # int32 [BARRIER_MISSING + ranks], this rank's, host memory
         rank_stride: Int64,  # bytes
         timeout_ns: Int64,
@@ -91,6 +93,7 @@ class BarrierKernel:
             poisoner = peek(own_poison)
         if other == 0 and poisoner != 0:
             tell_poisoned(record, poisoner, now)
+            cute.arch.store(word(epoch) + 1, poisoner)
         cute.arch.fence_acq_rel_sys()
 
 

@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from mok.errors import ResourceError
 
-from . import comm, program, sync
+from . import comm, program, sync, trace, tracing
 from .forward_roles import (
     Buffers,
     Context,
@@ -45,6 +45,7 @@ class ForwardKernel(ForwardRoles):
         group_m: row blocks that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
         scheduling: "clc" or "tickets"; None for the machine's default.
+        trace: record begin and end of every task (``tracing``).
         name: prefix of the kernel's symbol.
 
     Raises:
@@ -62,6 +63,7 @@ class ForwardKernel(ForwardRoles):
         group_m: int | None = None,
         stages: int | None = None,
         scheduling: str | None = None,
+        trace: bool = False,
         name: str = "mok_forward",
     ):
         if mxfp8 and direct:
@@ -69,6 +71,7 @@ class ForwardKernel(ForwardRoles):
         super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8)
         self.save_context = save_context or recompute
         self.recompute = recompute
+        self.trace = trace
         self.name = name
         self.tile = Tile(
             m=self.machine.tile_m,
@@ -111,6 +114,7 @@ class ForwardKernel(ForwardRoles):
         rank_stride: Int64,  # bytes
         counters: Int64,  # int32, zeroed
         record: Int64,  # int32 [RECORD_WORDS]
+        gate: Int64,  # int32 [1], 0 for none: nonzero, and the launch does nothing
         timeout_ns: Int64,
         tokens: Int32,
         hidden_size: Int32,
@@ -193,7 +197,7 @@ class ForwardKernel(ForwardRoles):
             num_comm_ctas,
         )
         buffers = Buffers(x_ring, x_scales, hidden_scales, y, x_heap, slots_heap, counters)
-        watch = sync.Watch(record, timeout_ns, rank)
+        watch = sync.Watch(record, timeout_ns, rank, gate)
         self.shared_storage = self.make_storage()
         self.kernel(sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit).launch(
             **self.launch_options(grid, stream)
@@ -216,10 +220,18 @@ class ForwardKernel(ForwardRoles):
         self.setup()
         ctx = Context(sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
+        if cutlass.const_expr(self.trace):
+            ctx.tracer = tracing.Tracer(storage.trace_words.data_ptr())
+            if cute.arch.thread_idx()[0] == 0:
+                ctx.tracer.open(watch.record, trace.RECOMPUTE if self.recompute else trace.FORWARD)
         shared = self.enter(storage, ctx.counters.started)
+        rows, tokens = cute.arch.load(schedule.num_rows, Int32), sizes.tokens
+        if cutlass.const_expr(not self.direct):
+            work = sync.goes_on(watch.gate)
+            rows, tokens = sync.select(work, rows, Int32(0)), sync.select(work, tokens, Int32(0))
         prog = program.Forward(
-            rows=cute.arch.load(schedule.num_rows, Int32),
-            tokens=sizes.tokens,
+            rows=rows,
+            tokens=tokens,
             hidden=sizes.hidden,
             intermediate=sizes.intermediate,
             shared_intermediate=sizes.shared_intermediate,

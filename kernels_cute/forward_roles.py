@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import comm, comm_mxfp8, mxfp8, program, ptx, ptx_fp8, sync
+from . import comm, comm_mxfp8, mxfp8, program, ptx, ptx_fp8, sync, trace
 from .epilogue import quantise
 from .epilogue.swiglu import swiglu
 from .gemm.operands import RowSource, Tma
@@ -15,6 +15,7 @@ from .megakernel import WARPS, MegaKernel
 from .program import DOWN, END, SHARED_DOWN, SHARED_UP, UP
 from .queue import Entry, next_slot
 from .sync import int_ptr
+from .tracing import Tracer
 
 CHUNK_N = 64  # columns of a staging buffer
 
@@ -106,6 +107,7 @@ class Context(Invariant):
         self.watch: sync.Watch = watch
         self.swiglu_limit: Float32 = swiglu_limit
         layout = program.counter_layout(sizes.max_minibatches, sizes.max_blocks, 0)
+        self.tracer: Tracer | None = None  # of a kernel built with ``trace``
         base = int_ptr(buffers.counters)
         self.counters = program.Counters(*[base + at for at in layout])  # pointers, not offsets
 
@@ -198,6 +200,9 @@ class ForwardRoles(MegaKernel):
         while kind != END:
             entry, feed = self.next_task(ctx, prog, shared, feed)
             kind = entry.kind
+            if cutlass.const_expr(self.trace):
+                if kind != END:
+                    ctx.tracer.begin()
             # What was waited for reached memory by way of other threads; TMA reads past them.
             cute.arch.fence_proxy("async.global")
             if kind == UP:
@@ -441,6 +446,12 @@ class ForwardRoles(MegaKernel):
                     stores, shared_y, rows, entry.n, down_chunks, zero, chunk, phase
                 )
                 staging.drain()
+            if cutlass.const_expr(self.trace):
+                if kind != END:
+                    ctx.tracer.end(
+                        trace.COMPUTE, kind, entry.ticket, entry.minibatch, entry.expert,
+                        entry.block, entry.n,
+                    )  # fmt: skip
 
     @cute.jit
     def comm_cta(self, ctx, prog, shared):
@@ -464,6 +475,8 @@ class ForwardRoles(MegaKernel):
                 ring_row = Int64(item.row % sizes.macrobatch)
                 if thread == 0:
                     self.wait_item(ctx, prog, item, index)
+                    if cutlass.const_expr(self.trace):
+                        ctx.tracer.begin()
                 cute.arch.sync_threads()
                 if item.kind == program.DISPATCH:
                     if cutlass.const_expr(self.mxfp8):
@@ -488,6 +501,10 @@ class ForwardRoles(MegaKernel):
                         sync.arrive(ctx.counters.x_ready + item.minibatch)
                     else:
                         sync.arrive(ctx.counters.y_free + item.minibatch)
+                    if cutlass.const_expr(self.trace):
+                        ctx.tracer.end(
+                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
+                        )
             else:
                 cute.arch.sync_threads()
 

@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import ptx_sm100, sync
+from . import ptx_sm100, sync, tracing
 from .epilogue.staging import RowStaging, Staging
 from .gemm import sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
@@ -89,6 +89,8 @@ class MegaKernel:
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
     """
+
+    trace = False  # record begin and end of every task
 
     def __init__(
         self,
@@ -157,6 +159,8 @@ class MegaKernel:
                 "launch_arrived": array[Int64, 1],
                 "launch_reply": words[array[Int32, 4], 16],
             }
+        if self.trace:
+            fields["trace_words"] = array[Int64, tracing.WORDS]
         fields |= self.mainloop.buffers()
         fields["sD"] = aligned(cute.cosize(self.staging.layout))
         return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
@@ -283,8 +287,8 @@ class MegaKernel:
 
     @cute.jit
     def blackwell_roles(self, ctx, prog, shared, warp):
-        """Accumulators in tensor memory leave every warp below the launch's 168 registers."""
-        MMA_WARP, SCHEDULER_WARP = 2, 3
+        """Register budget: 4 warps of 120, 4 of 208, 4 gather warps of the launch's 168."""
+        MMA_WARP = 2  # the next one schedules
         columns = self.machine.tmem_columns
         word = shared.storage.tmem.data_ptr()
         if warp == MMA_WARP:
@@ -294,19 +298,22 @@ class MegaKernel:
         cute.arch.sync_threads()
         ptx_sm100.tcgen05_after_sync()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, word)
-        if warp == LOAD_WARP:
-            self.load_role(ctx, prog, shared)
-        elif warp == STORE_WARP:
-            self.store_role(ctx, shared)
-        elif warp == MMA_WARP:
-            if self.rank_in_cluster() == 0:
-                self.mma_role(shared, tmem)
-        elif warp == SCHEDULER_WARP:
-            if self.rank_in_cluster() == 0:
-                self.schedule_role(ctx, prog, shared)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(120)
+            if warp == LOAD_WARP:
+                self.load_role(ctx, prog, shared)
+            elif warp == STORE_WARP:
+                self.store_role(ctx, shared)
+            elif warp == MMA_WARP:
+                if self.rank_in_cluster() == 0:
+                    self.mma_role(shared, tmem)
             else:
-                shared.queue.relay(END)
+                if self.rank_in_cluster() == 0:
+                    self.schedule_role(ctx, prog, shared)
+                else:
+                    shared.queue.relay(END)
         elif warp < self.first_gather_warp:
+            cute.arch.setmaxregister_increase(208)
             self.result_role(ctx, shared, self.mainloop.worker(warp, tmem.toint()))
         else:
             if cutlass.const_expr(self.direct):

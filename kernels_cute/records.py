@@ -5,6 +5,7 @@ the driver. All zero: nothing happened. Plain Python, shared by kernels and host
 """
 
 WAIT = 0  # sync.RECORD_WORDS words: a wait inside a megakernel expired
+TRACE = 10  # of the same words: int64 addresses of trace buffers (0: none), by program (``trace``)
 ROUTE = 16  # schedule.plan.RECORD_WORDS words: a bad id, or more rows than the workspace holds
 BARRIER = 24  # the words below, then one per rank
 BARRIER_STATE, BARRIER_EPOCH, BARRIER_POISONER = 0, 1, 2
@@ -23,4 +24,7 @@ WAIT_FIELDS = (
     "state", "kind", "rank", "sm", "role", "task", "counter", "index", "value", "awaited",
 )  # fmt: skip
 WAIT_ROLES = ("load", "comm", "scheduler")
-WAIT_COUNTERS = ("x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready")
+WAIT_COUNTERS = (
+    "x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready",  # forward
+    "dispatch", "push", "dx", "free", "replay", "ddown", "group", "shared",  # backward
+)  # fmt: skip

@@ -24,16 +24,28 @@ COUNTERS = ("x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready
 
 
 class Watch(NamedTuple):
-    """What a bounded wait needs: record address, time limit in nanoseconds, who is waiting."""
+    """What a bounded wait needs: record address, time limit in nanoseconds, who is waiting.
+
+    ``gate``: address of the word that ``goes_on`` reads.
+    """
 
     record: Int64
     timeout_ns: Int64
     rank: Int32
+    gate: Int64
 
 
 def int_ptr(address: Int64) -> cute.Pointer:
     """A pointer to int32 words in global memory."""
     return cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+
+
+def goes_on(gate: Int64) -> Boolean:
+    """Whether the group was whole at this stream's last device barrier; ``gate`` 0: it always is.
+
+    Only barrier kernels write the word, earlier in the stream, so all CTAs of a launch see the same.
+    """
+    return ptx.load_if(gate, gate != 0, Int32(0)) == 0
 
 
 def arrive(counter: cute.Pointer) -> None:

@@ -143,8 +143,12 @@ def prepare_forward(
     backend: Backend,
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Callable[[], Tensor]:
-    """A function that runs the pass, schedule included, in a workspace that is made once."""
+    """A function that runs the pass, schedule included, in a workspace that is made once.
+
+    ``progress``: told by the emulator how many warp instructions the running launch has taken.
+    """
     lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
     if backend.kind == "reference":
         sizes: dict[str, Any] = (
@@ -153,12 +157,14 @@ def prepare_forward(
             else {}
         )
         return lambda: forward_reference(case, ep_size, tokens_per_rank=lengths, **sizes)
-    prepared = _prepare_kernel(case, lengths, backend, config)
     if backend.kind == "kernel":
-        return prepared
+        return _prepare_kernel(case, lengths, backend, config)
+    # A workspace on the CPU exists only for the emulator.
+    with _emulator(backend.arch):
+        prepared = _prepare_kernel(case, lengths, backend, config)
 
     def emulated() -> Tensor:
-        with _emulator(backend.arch):
+        with _emulator(backend.arch, progress):
             return prepared()
 
     return emulated
@@ -236,12 +242,14 @@ def emulated_machine(arch: str | None) -> Machine:
     return Machine("emulator", EMULATED_SMS, arch or KERNEL_ARCHS[0], "ours")
 
 
-def _emulator(arch: str | None) -> contextlib.AbstractContextManager[Any]:
+def _emulator(
+    arch: str | None, progress: Callable[[int], None] | None = None
+) -> contextlib.AbstractContextManager[Any]:
     machine = emulated_machine(arch)
     try:
         from mok.tools.emulator import Emulator
 
-        return Emulator(machine.arch, num_sms=machine.num_sms)
+        return Emulator(machine.arch, num_sms=machine.num_sms, progress=progress)
     except ImportError as error:
         raise MissingDependencyError(
             "the emulator needs numba and the kernel language",

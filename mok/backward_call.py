@@ -279,6 +279,7 @@ class BackwardCall(Call):
             "rank_stride": w.heap.stride,
             "counters": self.counters[i],
             "record": w.records.wait_address(rank),
+            "gate": w.barrier.gate_address(rank),
             "timeout_ns": int(self.config.timeout_s * 1e9),
             "tokens": T,
             "hidden": H,

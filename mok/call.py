@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mok.config import CLUSTER_CTAS, Config
 from mok.errors import DeviceError, DtypeError, ResourceError, ShapeError
+from mok.kernels_cute import trace
 
 if TYPE_CHECKING:
     from mok.runtime.workspace import ScheduleBuffers, Workspace
@@ -103,6 +104,8 @@ def num_sms(workspace: Workspace) -> int:
 class Call:
     """The checked arguments of one call, and its launches."""
 
+    program = trace.FORWARD  # as its trace names it
+
     def __init__(
         self,
         config: Config,
@@ -120,9 +123,9 @@ class Call:
         """``recompute``: no router weights and no down weights are given, nor needed."""
         workspace.check_open()
         check_tunables(workspace, config)
-        if workspace.records.any():
-            workspace.check()
+        workspace.check_group()
         self.config, self.workspace, self.schedule = config, workspace, schedule
+        self.recompute = recompute
         self.shape, self.sizes = workspace.shape, workspace.sizes
         self.direct = self.sizes.direct
         if len(schedule.ranks) != len(workspace.group.local_ranks):
@@ -209,6 +212,9 @@ class Call:
         self._counter_sets = sets  # alive until the launches are queued
         for address in self.counters:
             self.workspace.heap.memory.fill(address, 0, 4 * size, self.stream)
+        if self.config.trace:
+            program = trace.RECOMPUTE if self.recompute else self.program
+            self.workspace.recorder.arm(program, num_sms(self.workspace), self.stream)
 
     def stage_x(self) -> None:
         """Copy x into the symmetric heap, unless it lives there or rows are gathered in place."""
@@ -226,7 +232,12 @@ class Call:
 
         ``schedule_capacity_multiplier`` is a hint of the rows this rank gets, as a fraction of all routes:
         no more CTAs than such a call has tasks. Work is drawn by ticket, so any grid computes everything.
+        With launch control there is a cluster per task, so that some are left to give their SMs away;
+        otherwise no more than fit.
         """
+        from mok.kernels import scheduling_of
+        from mok.kernels_cute.machine import launch_grid
+
         cluster = CLUSTER_CTAS[self.workspace.arch]
         usable = (num_sms(self.workspace) - self.config.reserved_sms) // cluster * cluster
         comm = 0 if self.direct else -(-comm_sms // cluster) * cluster
@@ -240,7 +251,9 @@ class Call:
         rows = max(1, math.ceil(routes * self.config.schedule_capacity_multiplier))
         per_block = -(-2 * self.shape.intermediate_size // 256) + -(-self.shape.hidden_size // 256)
         tasks = -(-rows // self.sizes.tile) * per_block
-        return min(usable, comm + cluster * max(1, tasks)), comm
+        arch = self.workspace.arch
+        scheduling = scheduling_of(arch, self.config.launch_control)
+        return launch_grid(arch, scheduling, usable, comm, tasks), comm
 
     def run_forward(
         self, i: int, context: ForwardContext | None, recompute: bool = False
@@ -285,9 +298,17 @@ class Call:
         shared = [*(self.shared or ()), None, None, None][:3]
         launch(
             get_kernel(
-                kernels.recompute_spec(w.arch, self.direct)
+                kernels.recompute_spec(
+                    w.arch, self.direct, self.config.launch_control, self.config.trace
+                )
                 if recompute
-                else kernels.forward_spec(w.arch, self.direct, context is not None)
+                else kernels.forward_spec(
+                    w.arch,
+                    self.direct,
+                    context is not None,
+                    self.config.launch_control,
+                    self.config.trace,
+                )
             ),
             self._address(self.x[i]),
             *(self._address(t) for t in routed),
@@ -311,6 +332,7 @@ class Call:
             w.heap.stride,
             self.counters[i],
             w.records.wait_address(rank),
+            w.barrier.gate_address(rank),
             int(self.config.timeout_s * 1e9),
             T,
             H,
@@ -370,6 +392,7 @@ class Call:
             self._address(shared),
             self._address(scale),
             slots.data_ptr(),
+            self.workspace.barrier.gate_address(self.local_ranks[i]),
             T,
             H,
             self.shape.topk,

@@ -157,6 +157,9 @@ class Config:
         timeout_s: seconds after which a wait inside a kernel or a barrier gives up and reports.
         reserved_sms: SMs that a persistent grid leaves to other kernels.
         debug: check expert ids on the host (costs a synchronisation).
+        launch_control: on Blackwell, take work by Cluster Launch Control, which lets kernels of a
+            higher priority in; False: a persistent grid, as on Hopper (docs/blackwell.md).
+        trace: kernels record begin and end of every task; ``Workspace.recorder`` reads them.
 
     Raises ShapeError or DtypeError.
     """
@@ -169,6 +172,8 @@ class Config:
     timeout_s: float = 300.0
     reserved_sms: int = 0
     debug: bool = False
+    launch_control: bool = True
+    trace: bool = False
 
     def __post_init__(self) -> None:
         _require_int("fwd_num_comm_sms", self.fwd_num_comm_sms, 1)
@@ -243,11 +248,15 @@ class Config:
             count = max(1, -(-rows // _MAX_DIRECT_MINIBATCH))
             minibatch = max(1, -(-rows // (count * tile))) * tile
         ring = min(_RING_MINIBATCHES, max(1, -(-rows // minibatch)))
+        # A quarter more than balanced routing brings, with half a tile of padding per expert in use.
+        routes = max(1, shape.num_tokens * shape.topk)
+        padding = min(shape.max_local_experts, routes) * tile / 2
         suggested = cls(
             fwd_num_comm_sms=_even(_FWD_COMM_FRACTION * num_sms),
             bwd_num_comm_sms=_even(_BWD_COMM_FRACTION * num_sms),
             minibatch_size=minibatch,
             macrobatch_size=ring * minibatch,
+            schedule_capacity_multiplier=1.25 * (routes + padding) / (shape.ep_size * routes),
         )
         if (name := _gpu_name(device)) is None:
             return suggested

@@ -168,8 +168,9 @@ def build_schedule(
 
     Raises:
         ShapeError, DtypeError, DeviceError, CapacityError: an argument. An id out of range is noted on
-            the device, counts as -1, and raises RouteError at ``workspace.check()``; with
-            ``config.debug`` it raises here.
+            the device and counts as -1. RouteError is raised once this rank has queued its part of
+            the call in which the host sees the note (no peer waits for it in vain), or at
+            ``workspace.check()``; with ``config.debug`` it is raised here.
     """
     from mok import kernels
     from mok.kernels_cute.schedule.plan import stage_ctas
@@ -177,6 +178,7 @@ def build_schedule(
     from mok.runtime.launch import launch
 
     workspace.check_open()
+    workspace.check_group()
     check_tunables(workspace, config)
     shape, sizes = workspace.shape, workspace.sizes
     locals_ = workspace.group.local_ranks
@@ -240,6 +242,7 @@ def build_schedule(
             b.block_expert.data_ptr(),
             b.route_row.data_ptr() if b.route_row is not None else 0,
             workspace.records.route_address(rank),
+            workspace.barrier.gate_address(rank),
             shape.ep_size,
             shape.num_experts,
             shape.topk,
@@ -314,6 +317,7 @@ def forward(
     shared_y = [call.run_forward(i, context) for i in range(call.count)]
     workspace.barrier()
     outputs = [call.sum_forward(i, shared_y[i]) for i in range(call.count)]
+    workspace.check_call()
     return unwrap(outputs, x), context
 
 
@@ -344,6 +348,7 @@ def recompute_forward_context(
     for i in range(call.count):
         call.run_forward(i, context, recompute=True)
     workspace.barrier()
+    workspace.check_call()
     return context
 
 
@@ -420,6 +425,7 @@ def backward(
         g = call.grads[i]
         tail = () if d_scale is None else (d_scale,)
         results.append((d_x, d_weights, *g.routed, *g.shared, *tail))
+    workspace.check_call()
     if isinstance(x, Tensor):
         return results[0]
     return tuple(list(column) for column in zip(*results, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mok.kernels_cute.machine import machine_of
 from mok.runtime.compile import KernelSpec
 
 BACKWARD_ARCHS = ("sm_90a",)
@@ -10,20 +11,43 @@ BACKWARD_ARCHS = ("sm_90a",)
 FORWARD = "mok.kernels_cute.forward:ForwardKernel"
 
 
-def forward_spec(arch: str, direct: bool, save_context: bool = False) -> KernelSpec:
-    """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring."""
+def forward_spec(
+    arch: str,
+    direct: bool,
+    save_context: bool = False,
+    launch_control: bool = True,
+    trace: bool = False,
+) -> KernelSpec:
+    """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring.
+
+    ``trace`` records begin and end of every task.
+    """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
-    return _forward(name, arch, direct=direct, save_context=save_context)
+    config = {"direct": direct, "save_context": save_context}
+    return _forward(name, arch, launch_control, trace, **config)
 
 
-def recompute_spec(arch: str, direct: bool) -> KernelSpec:
+def recompute_spec(
+    arch: str, direct: bool, launch_control: bool = True, trace: bool = False
+) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
-    return _forward(
-        f"recompute_{_path(direct)}", arch, direct=direct, save_context=True, recompute=True
-    )
+    config = {"direct": direct, "save_context": True, "recompute": True}
+    return _forward(f"recompute_{_path(direct)}", arch, launch_control, trace, **config)
 
 
-def _forward(name: str, arch: str, **config: bool) -> KernelSpec:
+def scheduling_of(arch: str, launch_control: bool) -> str:
+    """How a megakernel gets its next task: "clc" or "tickets"."""
+    return machine_of(arch).scheduling[0 if launch_control else -1]
+
+
+def _forward(
+    name: str, arch: str, launch_control: bool, trace: bool, **config: bool | str
+) -> KernelSpec:
+    if scheduling_of(arch, launch_control) != scheduling_of(arch, True):
+        name += "_tickets"
+        config["scheduling"] = scheduling_of(arch, launch_control)
+    if trace:
+        name, config = f"{name}_trace", {**config, "trace": True}
     # The kernel is built for a machine, so the architecture is also part of its configuration.
     return KernelSpec(name, arch, FORWARD, tuple(sorted({"arch": arch, **config}.items())))
 

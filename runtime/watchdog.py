@@ -75,6 +75,14 @@ class Records:
             for i in range(0, words * len(self.local_ranks), words)
         )
 
+    def broken(self) -> bool:
+        """Whether a wait expired or the group was poisoned: no further call can succeed."""
+        view, words = self._view, self._words
+        return any(
+            view[i + records.WAIT] or view[i + records.BARRIER + records.BARRIER_STATE]
+            for i in range(0, words * len(self.local_ranks), words)
+        )
+
     def clear(self) -> None:
         """Forget what was noted (bad ids are forgivable; a poisoned group stays poisoned)."""
         ctypes.memset(self._start, 0, self._bytes)

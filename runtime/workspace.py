@@ -20,6 +20,7 @@ from mok.runtime.group import Group
 from mok.runtime.heap import Heap, HeapOptions, SymmetricTensor
 from mok.runtime.plan import Buffer, WorkspacePlan, plan_workspace
 from mok.runtime.rendezvous import agree, together
+from mok.runtime.trace import Recorder
 from mok.runtime.watchdog import Records
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Workspace:
             rank_starts: torch tensors.
         schedules: {rank: ScheduleBuffers} of this process' ranks.
         records: error words; ``records.wait_address(rank)`` and so on go to kernels.
-        barrier: the group's device barrier; ``barrier.poison_address(rank)`` goes to kernels.
+        barrier: the group's device barrier; ``barrier.gate_address(rank)`` goes to kernels.
         ring: ``ring.state()`` on the host.
 
     Raises:
@@ -165,6 +166,7 @@ class Workspace:
         self.closed = False
         self.call = 0
         self._backward: BackwardBuffers | None = None
+        self.recorder = Recorder(self)  # of calls with Config(trace=True)
         self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
         self.sizes = plan_workspace(shape, config, max_tokens, self.arch)
@@ -281,6 +283,17 @@ class Workspace:
         """Raise what kernels have noted so far: expired waits, bad ids. Costs no driver call."""
         self.records.check(self.shape.num_experts)
 
+    def check_group(self) -> None:
+        """Before a call: raise if the group cannot work any more. A bad id waits for ``check_call``, so
+        that this rank takes part in a call for which its peers wait."""
+        if self.records.broken():
+            self.check()
+
+    def check_call(self) -> None:
+        """After a call's last launch: raise what has been noted by now."""
+        if self.records.any():
+            self.check()
+
     # -------------------------------------------------------------- looking in
 
     def plan(self) -> WorkspacePlan:
@@ -324,6 +337,7 @@ class Workspace:
                 if buffer.place == "local":
                     setattr(self, buffer.name, None)
             self.schedules = {}
+            self.recorder.buffers = {}
             self._close.close()
 
     def __enter__(self) -> Workspace:

@@ -76,6 +76,7 @@ class BackwardRun:
         self.limit = float("inf") if case.swiglu_limit is None else case.swiglu_limit
         self.ids = case.top_experts.split(self.lengths)
         self.schedules = schedule_reference(self.ids, self.num_experts, ep_size, TILE.m)
+        self.gate = 0
         self.record = torch.zeros(64, dtype=torch.int32, device=self.device)
         self.make_heap(dy)
 
@@ -245,6 +246,7 @@ class _Rank:
             "rank": self.rank,
             "rank_stride": run.stride,
             "record": run.record,
+            "gate": run.gate,
             "timeout_ns": TIMEOUT_NS,
             "swiglu_limit": run.limit,
         }

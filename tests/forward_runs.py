@@ -94,6 +94,7 @@ class ForwardRun:
         for r, x in enumerate(case.x.split(self.lengths)):
             self.heap[r * self.stride :][: x.numel()] = x.reshape(-1)
         self.record = torch.zeros(16, dtype=torch.int32, device=device)
+        self.gate = 0
         self.saved: list[dict[str, Tensor]] = []
 
     def tensors(self) -> list[Tensor]:
@@ -181,6 +182,7 @@ class ForwardRun:
             2 * self.stride,
             b["counters"].data_ptr(),
             self.record.data_ptr(),
+            self.gate,
             TIMEOUT_NS,
             tokens,
             hidden,

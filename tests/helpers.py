@@ -79,6 +79,7 @@ def run_schedule(
     num_chunks: int | None = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
+    gate: Tensor | None = None,
 ) -> list[DeviceSchedule]:
     """Stage all ranks' ids and build every rank's schedule on one device (virtual ranks).
 
@@ -87,6 +88,7 @@ def run_schedule(
         arch: what to compile for; by default the device's.
         num_chunks, capacity: instead of the plan's.
         max_tokens: for the plan and the heap; by default the largest T_r.
+        gate: the word that stops the kernel where it is not 0.
     """
     device = torch.device(device)
     arch = arch or arch_of(device)
@@ -153,6 +155,7 @@ def run_schedule(
             block_expert.data_ptr(),
             0 if route_row is None else route_row.data_ptr(),
             errors[rank].data_ptr(),
+            address(gate),
             ep_size,
             num_experts,
             topk,
@@ -208,6 +211,7 @@ def run_token_sum(
     shared_scale: Tensor | None = None,
     arch: str | None = None,
     num_ctas: int | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """out [T, H] from y [rows, H]; exactly one of ids [T, K] and route_row [T·K] is given.
 
@@ -241,6 +245,7 @@ def run_token_sum(
             address(y_shared),
             address(shared_scale),
             slots.data_ptr(),
+            address(gate),
             num_tokens,
             hidden,
             topk,

@@ -134,6 +134,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         rank_stride: Int64,  # bytes
         counters: Int64,  # int32, zeroed
         record: Int64,  # int32 [RECORD_WORDS]
+        gate: Int64,  # int32 [1], 0 for none: nonzero, and the launch does nothing
         timeout_ns: Int64,
         tokens: Int32,
         hidden: Int32,
@@ -252,7 +253,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         self.shared_storage = SharedStorage
         self.kernel(
             sources, targets, outputs, schedule, sizes, buffers,
-            sync.Watch(record, timeout_ns, rank), swiglu_limit,
+            sync.Watch(record, timeout_ns, rank, gate), swiglu_limit,
         ).launch(
             grid=(grid, 1, 1),
             block=(THREADS, 1, 1),
@@ -318,15 +319,23 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             tile=self.tile,
             ops=DSL,
         )
-        if not cutlass.const_expr(self.direct) and cta < sizes.num_comm_ctas:
-            self.comm_cta(
-                thread, warp, prog, storage.comm_item.data_ptr(), schedule, sizes, buffers, watch
-            )
-        else:
-            self.compute_cta(
-                thread, warp, prog, queue, bars, stores, smem, sources, targets, outputs,
-                schedule, sizes, buffers, watch, swiglu_limit,
-            )  # fmt: skip
+        if cutlass.const_expr(self.direct) or sync.goes_on(watch.gate):
+            if not cutlass.const_expr(self.direct) and cta < sizes.num_comm_ctas:
+                self.comm_cta(
+                    thread,
+                    warp,
+                    prog,
+                    storage.comm_item.data_ptr(),
+                    schedule,
+                    sizes,
+                    buffers,
+                    watch,
+                )
+            else:
+                self.compute_cta(
+                    thread, warp, prog, queue, bars, stores, smem, sources, targets, outputs,
+                    schedule, sizes, buffers, watch, swiglu_limit,
+                )  # fmt: skip
 
     @cute.jit
     def compute_cta(

@@ -3,25 +3,80 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from mok.backends import Backend
+    from mok.reference import Case
 
 NAME = "demo"
 HELP = "run a Qwen3-30B-A3B layer on the best backend present and check it"
 
 MODEL = "qwen3-30b-a3b"
 GPU_TOKENS = 16384
+EMULATED_TOKENS = 128
+STEPS_PER_TASK = 40_000  # warp instructions, about: for the progress bar
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
+    parser.add_argument(
+        "--arch", help="the kernel of this architecture, in the emulator where there is no such GPU"
+    )
+
+
+def backend_for(arch: str | None) -> Backend:
+    """The best backend present; with ``arch`` a GPU of it if there is one, else the emulator."""
+    from mok.backends import choose_backend
+    from mok.errors import DeviceError
+
+    if arch is None:
+        return choose_backend()
+    emulator = choose_backend(arch, emulate=True)  # refuses an unknown architecture
+    try:
+        return choose_backend(arch)
+    except DeviceError:
+        return emulator
+
+
+@contextlib.contextmanager
+def emulation_bar(
+    case: Case, ep_size: int, arch: str, console: Console
+) -> Iterator[Callable[[int], None]]:
+    """A progress bar over the warp instructions of a forward pass; yields what the emulator tells."""
+    from rich.progress import Progress
+
+    from mok.config import tile_rows
+    from mok.reference import schedule_reference
+
+    shape, tile = case.shape, tile_rows(arch)
+    ids = case.top_experts.split(case.tokens_per_rank(ep_size))
+    schedules = schedule_reference(ids, shape.num_experts, ep_size, tile)
+    blocks = sum(s.num_tokens for s in schedules) // tile
+    tasks = blocks * (-(-2 * shape.intermediate_size // 256) + -(-shape.hidden_size // 256))
+    before, last = 0, 0  # of earlier launches, of the running one
+    with Progress(console=console) as progress:
+        bar = progress.add_task(f"Emulating {tasks} tasks of {arch}", total=tasks * STEPS_PER_TASK)
+
+        def advance(steps: int) -> None:
+            nonlocal before, last
+            before += last if steps < last else 0
+            last = steps
+            progress.update(bar, completed=min(before + steps, tasks * STEPS_PER_TASK))
+
+        yield advance
+        progress.update(bar, completed=tasks * STEPS_PER_TASK)
 
 
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     import torch
 
-    from mok.backends import choose_backend, measure_ms, prepare_forward
+    from mok.backends import measure_ms, prepare_forward
     from mok.commands.shapes import expert_flops, fit_to_gpu, shrink
     from mok.config import Shape
     from mok.models import get_model
@@ -33,10 +88,12 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         relative_l2,
     )
 
-    backend = choose_backend()
+    backend = backend_for(args.arch)
     model = get_model(MODEL)
     if backend.on_gpu:
         shape, ep_size = fit_to_gpu(Shape.of_model(model, GPU_TOKENS), backend.device), 1
+    elif backend.kind == "emulator":
+        shape, ep_size = shrink(Shape.of_model(model, EMULATED_TOKENS), 8), 2
     else:
         # Four virtual ranks show the whole protocol where there is no speed to show.
         shape, ep_size = shrink(Shape.of_model(model, 64), 4), 4
@@ -45,11 +102,18 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         torch.set_num_threads(1)  # small matrices: threads cost more than they give
 
     case = random_case(shape, seed=args.seed, device=backend.device)
-    forward = prepare_forward(case, ep_size, backend)
-    output = forward()
+    if backend.kind == "emulator":
+        with emulation_bar(case, ep_size, str(backend.arch), progress) as advance:
+            forward = prepare_forward(case, ep_size, backend, progress=advance)
+            begin = time.perf_counter()
+            output = forward()
+            ms = 1e3 * (time.perf_counter() - begin)
+    else:
+        forward = prepare_forward(case, ep_size, backend)
+        output = forward()
+        ms = measure_ms(forward, backend)
     expected = forward_oracle(case) if backend.on_gpu else forward_loop(case)
     error = relative_l2(output, expected)
-    ms = measure_ms(forward, backend)
     return {
         "backend": backend.name,
         "note": backend.note,

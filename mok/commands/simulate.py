@@ -23,6 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--gains", action="store_true", help="what each difference from upstream's program gains"
     )
     parser.add_argument(
+        "--push-pull", action="store_true", help="signalling and link use of pushing and pulling"
+    )
+    parser.add_argument(
         "--compare", action="store_true", help="predict all recorded measurements instead"
     )
     parser.add_argument("--constants", action="store_true", help="show every constant's source")
@@ -59,11 +62,33 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     document |= {"precision": args.precision, "virtual": args.virtual, "rows": rows}
     if args.gains:
         document["gains"] = gains(first.scenario)
+    if args.push_pull:
+        document["push_pull"] = _push_pull(first.scenario)
     constants = constants_of(first.scenario, programs)
     document["constants"] = constants
     document["constants_by_kind"] = dict(Counter(c["kind"] for c in constants))
     document["show_constants"] = args.constants
     return document
+
+
+HOT = (1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0)
+LINK_RANKS = 8
+
+
+def _push_pull(scenario: Any) -> dict[str, Any]:
+    import dataclasses
+
+    from mok.tools.simulator.links import imbalance_gain, signalling
+
+    machine = scenario.machine
+    upstream = dataclasses.replace(scenario, program="upstream", direction="forward")
+    return {
+        "signalling_us": {name: s * 1e6 for name, s in signalling(upstream).items()},
+        "ranks": LINK_RANKS,
+        "pull_gain": [
+            {"hot": hot, "gain": imbalance_gain(machine, LINK_RANKS, hot)} for hot in HOT
+        ],
+    }
 
 
 def passed(document: dict[str, Any]) -> bool:
@@ -103,6 +128,15 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(f"{title}: {parts}", highlight=False, soft_wrap=True)
     if d.get("gains"):
         _show_gains(d["gains"], console)
+    if d.get("push_pull"):
+        found = d["push_pull"]
+        us = ", ".join(f"{name} {value:.1f} us" for name, value in found["signalling_us"].items())
+        gains = ", ".join(f"{g['hot']:g}: {g['gain']:+.1%}" for g in found["pull_gain"])
+        console.print(f"signalling: {us}", highlight=False, soft_wrap=True)
+        console.print(
+            f"link use of pull over push, {found['ranks']} ranks, by the share of the fullest: {gains}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     kinds = ", ".join(f"{n} {kind}" for kind, n in d["constants_by_kind"].items())
     console.print(f"constants: {kinds} (--constants lists them)", highlight=False, soft_wrap=True)
     if d["show_constants"]:

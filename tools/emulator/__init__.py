@@ -13,7 +13,18 @@ def __getattr__(name: str) -> object:
         from mok.tools.emulator.emulator import Emulator
 
         return Emulator
+    if name == "Competitor":
+        from mok.tools.emulator.residency import Competitor
+
+        return Competitor
     raise AttributeError(name)
 
 
-__all__ = ["Emulator", "EmulatorError", "KernelFault", "LaunchError", "UnsupportedInstruction"]
+__all__ = [
+    "Competitor",
+    "Emulator",
+    "EmulatorError",
+    "KernelFault",
+    "LaunchError",
+    "UnsupportedInstruction",
+]

@@ -34,7 +34,6 @@ def op_try_cancel(machine: Machine, w: Warp, op: Any) -> None:
             number = machine.cancel_cluster()
             words = np.zeros(4, dtype=np.uint32)
             if number is None:
-                cluster.extra["clc_failed"] = True
                 words[1:] = machine.engine.random.getrandbits(31)  # coordinates are garbage
                 words[0] = 0
             else:
@@ -62,7 +61,10 @@ def op_query(machine: Machine, w: Warp, op: Any) -> None:
     words = _words(w, op.operands[1])
     name = op.ins.name
     if "is_canceled" in name:
-        w.write(op.operands[0], (words[0] == 1).astype(np.int64))
+        granted = (words[0] == 1).astype(np.int64)
+        if not all(granted[lane] for lane in w.lanes()):
+            w.cta.cluster.extra["clc_failed"] = True  # observed: no query may follow
+        w.write(op.operands[0], granted)
     elif "v4" in op.ins.mods:
         for row, value in zip(op.operands[0][1][:3], words[1:], strict=True):
             w.write(row, value)

@@ -22,6 +22,7 @@ from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.intercept import Interceptor, LaunchRequest
 from mok.tools.emulator.machine import LIMITS, Machine
 from mok.tools.emulator.ptx_parser import Module, parse
+from mok.tools.emulator.residency import Competitor, Preemption
 
 _PARSED: dict[str, Module] = {}
 _PROGRAMS: dict[tuple[str, str], Program] = {}
@@ -77,6 +78,9 @@ class Report:
     faults: list[str] = field(default_factory=list)
     lines: set[int] = field(default_factory=set)  # PTX lines executed
     events: list[TimelineEvent] = field(default_factory=list)
+    preemptions: list[Preemption] = field(
+        default_factory=list
+    )  # one per launch that could meet one
 
     def write_timeline(self, path: str | Path) -> None:
         """Writes asynchronous operations as a Perfetto (Chrome trace) JSON file.
@@ -106,7 +110,9 @@ class Emulator:
     and asynchronous completions the seed decides.  ``check``: look for data races and reads of
     memory that nothing has written (by default with a seed only: it costs time).  ``max_steps``:
     warp instructions that one launch may take.  ``rewrite``: applied to the PTX before it runs.
-    ``timeline``: keep what ``Report.write_timeline`` needs.  Once ``register`` was called, an
+    ``timeline``: keep what ``Report.write_timeline`` needs.  ``progress``: called now and then with
+    the warp instructions that the running launch has taken so far.  ``preempt``: a grid of higher
+    priority that takes SMs while kernels run.  Once ``register`` was called, an
     access to global memory outside every registered tensor is an error.
 
     Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
@@ -123,6 +129,8 @@ class Emulator:
         max_steps: int | None = None,
         rewrite: Callable[[str], str] | None = None,
         timeline: bool = False,
+        progress: Callable[[int], None] | None = None,
+        preempt: Competitor | None = None,
     ) -> None:
         if arch not in LIMITS:
             raise EmulatorError("the architecture must be emulated", arch, f"use {list(LIMITS)}")
@@ -130,6 +138,8 @@ class Emulator:
         self.num_sms = num_sms or (132 if arch == "sm_90a" else 148)
         self.check = seed is not None if check is None else check
         self.max_steps, self.rewrite, self.timeline = max_steps, rewrite, timeline
+        self.progress = progress
+        self.preempt = preempt
         self.report = Report(arch, seed)
         self._ranges: dict[int, int] = {}
         self._keep: list[Any] = []
@@ -201,7 +211,11 @@ class Emulator:
             symbols,
             self.check,
             self.max_steps,
+            self.preempt,
         )
+        machine.progress = self.progress
+        if machine.preemption is not None:
+            self.report.preemptions.append(machine.preemption)
         machine.engine.timeline = self.report.events if self.timeline else None
         try:
             machine.run()

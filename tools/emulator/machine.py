@@ -14,6 +14,7 @@ from mok.tools.emulator.checkers import Checker, Finding
 from mok.tools.emulator.encode import Program, PyOp
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.intercept import LaunchRequest
+from mok.tools.emulator.residency import Competitor, Residency
 
 SMEM_RESERVED = 1024  # hardware keeps the first KiB of every CTA's shared memory
 POISON = 0x7F
@@ -105,7 +106,7 @@ class Cluster:
 WAIT = object()  # a handler returns this when its warp must retry the instruction later
 
 
-class Machine(BulkOps):
+class Machine(Residency, BulkOps):
     """Runs one kernel launch to completion.
 
     ``handlers`` maps a mnemonic prefix to the function that executes it; the longest prefix wins.
@@ -123,8 +124,11 @@ class Machine(BulkOps):
         global_symbols: dict[str, int] | None = None,
         check: bool = False,
         max_steps: int | None = None,
+        competitor: Competitor | None = None,
     ) -> None:
         self.max_steps = max_steps
+        self.progress: Callable[[int], None] | None = None
+        self.competitor = competitor
         self.program, self.request, self.limits = program, request, limits
         self.num_sms = num_sms
         self.seed = seed
@@ -136,7 +140,7 @@ class Machine(BulkOps):
         self._read_params()
         self._allocate(ranges)
         self.checker: Checker | None = Checker(self) if check else None
-        self.next_cluster = 0
+        self.reset_residency(competitor)
         self.idle_rounds = 0
         self.python_calls = 0
 
@@ -210,7 +214,8 @@ class Machine(BulkOps):
                 f"{self.num_sms} SMs, cluster {r.cluster}",
                 "give the emulator more SMs",
             )
-        slots = min(self.num_clusters, capacity)
+        # Beside a competing grid a cluster may have to run on another SM than the next free one.
+        slots = capacity if self.competitor else min(self.num_clusters, capacity)
         warps_per_cta = -(-self.threads // 32)
         num_ctas = slots * self.cluster_size
         num_warps = num_ctas * warps_per_cta
@@ -378,12 +383,16 @@ class Machine(BulkOps):
         """Executes the launch.  Raises KernelFault when a checker stops it."""
         from mok.tools.emulator.interp import run_grid
 
-        for cluster in self.clusters:
-            self._next(cluster)
+        self.place_clusters()
         address = self.x.ctypes.data
+        turn = 256 if self.seed is not None or self.rival is not None else 1 << 18
         self.started = time.perf_counter()
         while True:
-            result = run_grid(address, 1 << 18 if self.seed is None else 256)
+            if self.rival is not None:
+                self.place_clusters()
+            result = run_grid(address, turn)
+            if self.progress is not None:
+                self.progress(int(self.x[L.X_STEPS]))
             if result == L.R_PY:
                 self.idle_rounds = 0
                 self._python(self.warps[int(self.x[L.X_CURRENT])])
@@ -393,10 +402,10 @@ class Machine(BulkOps):
                 self._fault(self.warps[int(self.x[L.X_CURRENT])])
             elif result == L.R_PAUSE:
                 self.pause()
-            elif not any(c.live for c in self.clusters):
+            elif not self.waiting_clusters and not any(c.live for c in self.clusters):
                 self.finish()
                 return
-            elif not self.complete_some():
+            elif not self.complete_some() and not self.time_passes():
                 self._idle()
 
     def pause(self) -> None:
@@ -449,25 +458,6 @@ class Machine(BulkOps):
     def sync_event(self) -> None:
         self.x[L.X_EV_SYNC] += 1
 
-    def _next(self, cluster: Cluster) -> None:
-        cluster.live = False
-        number = self.take_cluster()
-        if number is not None:
-            self.start_cluster(cluster, number)
-
-    def take_cluster(self) -> int | None:
-        """Number of the next cluster of the grid that has not started, or None."""
-        if self.next_cluster >= self.num_clusters:
-            return None
-        self.next_cluster += 1
-        return self.next_cluster - 1
-
-    def cancel_cluster(self) -> int | None:
-        """Number of a pending cluster that a CLC query takes over, or None when it fails."""
-        if self.seed is not None and self.engine.random.random() < 0.05:
-            return None  # the hardware may refuse with clusters pending
-        return self.take_cluster()
-
     def _cta_done(self, cta: Cta) -> None:
         cta.state[L.C_INDEX] = -1
         for w in cta.warps:
@@ -475,7 +465,8 @@ class Machine(BulkOps):
         if all(c.state[L.C_INDEX] == -1 for c in cta.cluster.ctas):
             self.engine.leave_cluster(cta.cluster)
             self.cluster_done(cta.cluster)
-            self._next(cta.cluster)
+            cta.cluster.live = False
+            self.place_clusters()
 
     def cluster_done(self, cluster: Cluster) -> None:
         """Called when the last CTA of a cluster has exited."""
@@ -529,9 +520,12 @@ class Machine(BulkOps):
 
     def _deadlock(self) -> None:
         lines = self.waits()
+        if self.waiting_clusters:
+            why = " while a competing grid has the SMs" if self.rival and self.rival.active else ""
+            lines.append(f"{len(self.waiting_clusters)} clusters have not started{why}")
         raise KernelFault(
             "deadlock: no warp can go on and no operation is pending",
-            f"{len(lines)} warps wait\n  " + "\n  ".join(lines),
+            f"{len(lines)} waits\n  " + "\n  ".join(lines),
         )
 
 
