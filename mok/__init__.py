@@ -21,8 +21,10 @@ __version__ = "0.1.0"
 _LAZY = {
     "Config": "mok.config",
     "MoELayer": "mok.layer",
+    "Mxfp8Weight": "mok.mxfp8",
     "Shape": "mok.config",
     "functional": "",
+    "mxfp8_quantize": "mok.mxfp8",
     "reference": "",
     "replace_moe": "mok.hf",
 }

@@ -17,22 +17,42 @@ def forward_spec(
     save_context: bool = False,
     launch_control: bool = True,
     trace: bool = False,
+    mxfp8: bool = False,
 ) -> KernelSpec:
-    """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring.
+    """The forward megakernel; ``direct`` (one rank, BF16) gathers rows in place, without the ring.
 
-    ``trace`` records begin and end of every task.
+    ``trace`` records begin and end of every task; ``mxfp8``: routed experts in MXFP8.
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
-    return _forward(name, arch, launch_control, trace, **config)
+    return _forward(name, arch, launch_control, trace, mxfp8, **config)
 
 
 def recompute_spec(
-    arch: str, direct: bool, launch_control: bool = True, trace: bool = False
+    arch: str,
+    direct: bool,
+    launch_control: bool = True,
+    trace: bool = False,
+    mxfp8: bool = False,
 ) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
     config = {"direct": direct, "save_context": True, "recompute": True}
-    return _forward(f"recompute_{_path(direct)}", arch, launch_control, trace, **config)
+    return _forward(f"recompute_{_path(direct)}", arch, launch_control, trace, mxfp8, **config)
+
+
+def quantise_spec(
+    arch: str, normal: bool, transposed: bool, expanded: bool, tiled: bool = True
+) -> KernelSpec:
+    """Quantises a stack of weights to MXFP8."""
+    return KernelSpec.of(
+        "quantise",
+        arch,
+        "mok.kernels_cute.quantise:QuantiseKernel",
+        normal=normal,
+        transposed=transposed,
+        expanded=expanded,
+        tiled=tiled,
+    )
 
 
 def scheduling_of(arch: str, launch_control: bool) -> str:
@@ -41,8 +61,10 @@ def scheduling_of(arch: str, launch_control: bool) -> str:
 
 
 def _forward(
-    name: str, arch: str, launch_control: bool, trace: bool, **config: bool | str
+    name: str, arch: str, launch_control: bool, trace: bool, mxfp8: bool, **config: bool | str
 ) -> KernelSpec:
+    if mxfp8:
+        name, config = f"{name}_mxfp8", {**config, "mxfp8": True}
     if scheduling_of(arch, launch_control) != scheduling_of(arch, True):
         name += "_tickets"
         config["scheduling"] = scheduling_of(arch, launch_control)
