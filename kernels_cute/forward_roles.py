@@ -90,6 +90,7 @@ class Buffers(NamedTuple):
     hidden_scales: Int64  # the same of hidden
     y_ring: Int64  # bf16 [macrobatch, H]
     x_heap: Int64  # rank 0's bf16 [max tokens, H]; rank r's is r*rank_stride further
+    x_heap_scales: Int64  # rank 0's E8M0 [max tokens, H/32] (wire, where x_heap is e4m3)
     slots_heap: Int64  # rank 0's bf16 [max tokens * K, H]
     counters: Int64  # int32
 
@@ -296,38 +297,57 @@ class ForwardRoles(MegaKernel):
             kind = entry.kind
             if entry.k_tiles > 0:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
-                if kind == UP:
-                    if cutlass.const_expr(self.scaled):
-                        chunk, chunk_phase = self.scaled_epilogue(
-                            ctx, shared, worker, entry, at, chunk, chunk_phase
-                        )
-                    else:
-                        chunk, chunk_phase = self.up_epilogue(
-                            ctx, shared, worker, at, chunk, chunk_phase, self.mxfp8
-                        )
-                elif kind == SHARED_UP:
-                    chunk, chunk_phase = self.up_epilogue(
-                        ctx, shared, worker, at, chunk, chunk_phase, False
+                if kind == UP or kind == SHARED_UP:
+                    chunk, chunk_phase = self.hidden_epilogue(
+                        ctx, shared, worker, entry, at, chunk, chunk_phase
                     )
                 else:
                     chunk, chunk_phase = self.down_epilogue(shared, worker, at, chunk, chunk_phase)
                 at, phase = main.give_back(worker, bars, at, phase)
 
     @cute.jit
+    def hidden_epilogue(self, ctx, shared, worker, entry, at, chunk, phase):
+        """The epilogue of up tasks: one for both kinds unless routed experts are quantised."""
+        if cutlass.const_expr(not self.mxfp8):
+            chunk, phase = self.up_epilogue(ctx, shared, worker, at, chunk, phase, False)
+        elif entry.kind == SHARED_UP:
+            chunk, phase = self.up_epilogue(ctx, shared, worker, at, chunk, phase, False)
+        else:
+            if cutlass.const_expr(self.scaled):
+                chunk, phase = self.scaled_epilogue(ctx, shared, worker, entry, at, chunk, phase)
+            else:
+                chunk, phase = self.up_epilogue(ctx, shared, worker, at, chunk, phase, True)
+        return chunk, phase
+
+    @cute.jit
     def up_epilogue(
         self, ctx, shared, worker, at, chunk, phase, quantised: cutlass.Constexpr[bool]
     ):
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
-        up_n = self.tile.up_n
-        for c in cutlass.range_constexpr(up_n // CHUNK_N):
-            chunk, phase = self.put_chunk(
-                shared, worker, at, (c * CHUNK_N, c * CHUNK_N + up_n), chunk, phase,
-                lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
-                quantise.wgmma_columns if quantised else None,
-            )  # fmt: skip
-            if cutlass.const_expr(self.save_context):
-                for column in (c * CHUNK_N, c * CHUNK_N + up_n):
-                    chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
+        chunks = self.tile.up_n // CHUNK_N
+        if cutlass.const_expr(self.hopper):  # registers have no run-time index
+            for c in cutlass.range_constexpr(chunks):
+                chunk, phase = self.up_chunk(
+                    ctx, shared, worker, at, c * CHUNK_N, chunk, phase, quantised
+                )
+        else:
+            for c in cutlass.range(chunks, unroll=1):
+                chunk, phase = self.up_chunk(
+                    ctx, shared, worker, at, c * CHUNK_N, chunk, phase, quantised
+                )
+        return chunk, phase
+
+    def up_chunk(self, ctx, shared, worker, at, gate, chunk, phase, quantised):
+        """64 columns of gate from column ``gate`` on, and the same of up."""
+        up = gate + self.tile.up_n
+        chunk, phase = self.put_chunk(
+            shared, worker, at, (gate, up), chunk, phase,
+            lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
+            quantise.wgmma_columns if quantised else None,
+        )  # fmt: skip
+        if self.save_context:
+            for column in (gate, up):
+                chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
         return chunk, phase
 
     @cute.jit
@@ -363,27 +383,29 @@ class ForwardRoles(MegaKernel):
     @cute.jit
     def down_epilogue(self, shared, worker, at, chunk, phase):
         """y, rounded to BF16."""
-        for c in cutlass.range_constexpr(self.tile.down_n // CHUNK_N):
-            chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
+        chunks = self.tile.down_n // CHUNK_N
+        if cutlass.const_expr(self.hopper):
+            for c in cutlass.range_constexpr(chunks):
+                chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
+        else:
+            for c in cutlass.range(chunks, unroll=1):
+                chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
         return chunk, phase
 
-    @cute.jit
     def put_chunk(
-        self, shared, worker, at, columns: cutlass.Constexpr[tuple[int, ...]], chunk, phase,
-        formula: cutlass.Constexpr = lambda value: value,
-        quantised: cutlass.Constexpr = None,
-    ):  # fmt: skip
+        self, shared, worker, at, columns, chunk, phase, formula=lambda value: value, quantised=None
+    ):
         """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result.
 
         ``quantised`` is applied to the result once it is rounded to BF16.
         """
         main, staging = self.mainloop, self.staging
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
-        for piece in cutlass.range_constexpr(staging.PIECES):
+        for piece in range(staging.PIECES):
             first = [column + piece * main.PIECE for column in columns]
             values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
             packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
-            if cutlass.const_expr(quantised is not None):
+            if quantised is not None:
                 packed = quantised(packed)
             chunk, phase = staging.put_packed(
                 packed, shared.stores, sD_row, worker.row, chunk, phase, piece
@@ -479,7 +501,13 @@ class ForwardRoles(MegaKernel):
                         ctx.tracer.begin()
                 cute.arch.sync_threads()
                 if item.kind == program.DISPATCH:
-                    if cutlass.const_expr(self.mxfp8):
+                    if cutlass.const_expr(self.wire):
+                        comm_mxfp8.pull_quantised_rows(
+                            rows, item.row, count, buffers.x_heap, buffers.x_heap_scales,
+                            sizes.topk, buffers.x_ring, buffers.x_scales, Int32(ring_row),
+                            self.hopper, warp, WARPS,
+                        )  # fmt: skip
+                    elif cutlass.const_expr(self.mxfp8):
                         comm_mxfp8.pull_rows(
                             rows, item.row, count, buffers.x_heap, sizes.topk, buffers.x_ring,
                             buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,

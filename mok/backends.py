@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mok import processes
 from mok.config import Config, Shape, tile_rows
 from mok.errors import DeviceError, MissingDependencyError
 from mok.models import Machine
@@ -131,6 +132,8 @@ def run_forward(
 ) -> Tensor:
     """One forward pass over the case's tokens on ``ep_size`` virtual ranks: BF16 [N, H].
 
+    Within ``processes.joined`` and at its size, on its processes instead (collective).
+
     Args:
         config: tunables; ``Config.suggest`` by default. The reference uses its batch sizes.
         tokens_per_rank: how the tokens are split; evenly by default.
@@ -194,6 +197,8 @@ def _prepare_kernel(
     )
     config = config or Config.suggest(shape, backend.info or emulated_machine(backend.arch))
     device = backend.device
+    if (ranks := processes.group()) is not None and ranks.size == ep_size:
+        return processes.prepare_forward(case, lengths, config, device, ranks)
     group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
     workspace = functional.create_workspace(
         config,

@@ -30,6 +30,7 @@ class Schedule:
 
     ranks: list[ScheduleBuffers]
     top_experts: list[Tensor]  # int64 or int32 [T, K] per local rank, as given
+    sizes: tuple[int, ...] = ()  # (E, K, EP, tile, max_tokens) of its workspace; () where not known
 
     @property
     def peer_rank(self) -> Tensor:
@@ -106,6 +107,14 @@ def num_sms(workspace: Workspace) -> int:
     return device_info(workspace.device).num_sms
 
 
+def schedule_sizes(workspace: Workspace) -> tuple[int, ...]:
+    """What a schedule's arrays depend on, beside the ids."""
+    shape = workspace.shape
+    return (
+        shape.num_experts, shape.topk, shape.ep_size, workspace.sizes.tile, workspace.max_tokens,
+    )  # fmt: skip
+
+
 class Call:
     """The checked arguments of one call, and its launches."""
 
@@ -139,6 +148,13 @@ class Call:
                 f"{len(workspace.group.local_ranks)} of them",
                 f"a schedule of {len(schedule.ranks)} ranks",
                 "Build it with the same workspace",
+            )
+        if schedule.sizes and schedule.sizes != schedule_sizes(workspace):
+            raise ShapeError(
+                "the schedule must be of a workspace with the same E, K, EP, tile and max_tokens: "
+                f"{schedule_sizes(workspace)}",
+                schedule.sizes,
+                "Build it with this workspace",
             )
         self.local_ranks = workspace.group.local_ranks
         self.count = len(self.local_ranks)
@@ -236,8 +252,32 @@ class Call:
         assert heap_x is not None
         for i, rank in enumerate(self.local_ranks):
             target = heap_x.peer(rank)[: self.tokens(i)]
+            if self.sizes.wire:
+                self._quantise_x(i, rank, target)
+                continue
             if target.data_ptr() != self.x[i].data_ptr():
                 target.copy_(self.x[i], non_blocking=True)
+
+    def _quantise_x(self, i: int, rank: int, target: Tensor) -> None:
+        """x of local rank ``i`` as E4M3 and scales into the heap."""
+        from mok import kernels
+        from mok.kernels_cute.quantise_rows import quantise_rows_ctas
+        from mok.runtime.compile import get_kernel
+        from mok.runtime.launch import launch
+
+        scales = self.workspace.x_wire_scales
+        assert scales is not None
+        tokens, hidden = self.x[i].shape
+        if tokens:
+            launch(
+                get_kernel(kernels.quantise_rows_spec(self.workspace.arch)),
+                self.x[i].data_ptr(),
+                target.data_ptr(),
+                scales.address(rank),
+                tokens * hidden,
+                quantise_rows_ctas(tokens, hidden, num_sms(self.workspace)),
+                self.stream,
+            )
 
     def launch_shape(self, comm_sms: int) -> tuple[int, int]:
         """(CTAs, comm CTAs) of a megakernel, in whole clusters.
@@ -282,7 +322,8 @@ class Call:
         T, H, I = self.tokens(i), self.shape.hidden_size, self.shape.intermediate_size
         Is = self.shape.shared_intermediate_size or 0
         b = self.schedule.ranks[i]
-        shared_hidden = self._new(T, Is) if Is else None
+        # Scratch: launches of virtual ranks follow one another.
+        shared_hidden = w.shared_hidden if Is else None
         shared_y = self._new(T, H) if Is else None
         gate = up = shared_gate = shared_up = None
         x_ring, x_scales = w.x_ring, w.x_scales
@@ -320,6 +361,7 @@ class Call:
                     self.config.launch_control,
                     self.config.trace,
                     self.mxfp8,
+                    self.sizes.wire,
                 )
                 if recompute
                 else kernels.forward_spec(
@@ -329,6 +371,7 @@ class Call:
                     self.config.launch_control,
                     self.config.trace,
                     self.mxfp8,
+                    self.sizes.wire,
                 )
             ),
             self._address(self.x[i]),
@@ -349,6 +392,7 @@ class Call:
             self._address(shared_up),
             *(self._address(t) for t in (*scales, x_scales, w.hidden_scales)),
             w.x.base_address if w.x is not None else 0,
+            w.x_wire_scales.base_address if w.x_wire_scales is not None else 0,
             w.slots.base_address if w.slots is not None else 0,
             w.heap.stride,
             self.counters[i],
@@ -438,7 +482,7 @@ class Call:
 
 def check_tunables(workspace: Workspace, config: Config) -> None:
     """A call may change the tunables that no buffer is sized by; not the ring's."""
-    for name in ("minibatch_size", "macrobatch_size"):
+    for name in ("minibatch_size", "macrobatch_size", "mxfp8_wire"):
         made, given = getattr(workspace.config, name), getattr(config, name)
         if made != given:
             raise ShapeError(
@@ -501,7 +545,7 @@ def unwrap(values: list[Any], like: Any) -> Any:
 
 
 def check_tensor(
-    workspace: Workspace,
+    workspace: Any,
     name: str,
     tensor: Tensor,
     size: tuple[int | None, ...],

@@ -5,15 +5,18 @@ torch's current stream; nothing waits for the GPU. On a group of virtual ranks (
 process) every per-rank argument and result is a list with one entry per rank; with one local rank it is
 the plain value. Arguments that are the same on all ranks (config, shared expert, limit) are never lists.
 
+Code for the reference system works too: called with its ``MoKConfig`` and ``MoKWorkspace``, the functions
+take and return what they do there (``mok.upstream``, docs/migrating.md).
+
 The symmetric heap, the rings and the counters live in the workspace. Calls that share a workspace must
 follow one another on one stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,19 +30,77 @@ from mok.call import (
     check_tunables,
     num_sms,
     per_rank,
+    schedule_sizes,
     stream_of,
     unwrap,
 )
 from mok.config import Config, Shape
-from mok.errors import DtypeError, ShapeError
+from mok.errors import DtypeError, MokError, ShapeError
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group
     from mok.runtime.workspace import Workspace
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_device(position: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run a function with its workspace's device as the current one: launches go to that.
+
+    ``position``: of the argument ``workspace``.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            workspace: Any = args[position] if len(args) > position else kwargs.get("workspace")
+            device = getattr(workspace, "device", None)
+            if getattr(device, "type", "cpu") != "cuda":
+                return function(*args, **kwargs)
+            with torch.cuda.device(device):
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    return decorate
+
+
+def also_upstream(ours: Callable[P, R]) -> Callable[P, R]:
+    """Hand a call with the reference system's objects to its namesake in ``mok.upstream``."""
+
+    @wraps(ours)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Every function has the config or the workspace first.
+        first = args[0] if args else kwargs.get("config", kwargs.get("workspace"))
+        if type(first).__name__ in ("MoKConfig", "MoKWorkspace"):
+            from mok import upstream
+
+            return getattr(upstream, ours.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
+        return ours(*args, **kwargs)
+
+    return call
+
+
+_UPSTREAM = (
+    "MoKConfig", "MoKForwardContext", "MoKSchedule", "MoKWorkspace", "validate_inputs",
+    "validate_workspace_args",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The reference system's names; see ``mok.upstream``."""
+    if name in _UPSTREAM:
+        from mok import upstream
+
+        return getattr(upstream, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 # ---------------------------------------------------------------------- workspaces
 
 
+@also_upstream
 def create_workspace(
     config: Config,
     group: Group | None = None,
@@ -76,10 +137,15 @@ def create_workspace(
     workspace = Workspace(
         group, shape, config, max(max_tokens, 1), precision=precision, **arguments
     )
-    _check_config(config, workspace)
+    try:
+        _check_config(config, workspace)
+    except MokError:
+        workspace.close()
+        raise
     return workspace
 
 
+@also_upstream
 def get_workspace(
     config: Config,
     group: Group | None = None,
@@ -118,8 +184,10 @@ def _check_max_tokens(max_tokens: Any) -> None:
 
 def clear_workspace_cache() -> None:
     """Close every cached workspace once its work has ended (collective)."""
+    from mok import upstream
     from mok.runtime import workspace as workspaces
 
+    upstream.clear_workspace_cache()
     workspaces.clear_workspace_cache()
 
 
@@ -159,6 +227,8 @@ def _check_config(config: Config, workspace: Workspace) -> None:
 # ---------------------------------------------------------------------- schedule
 
 
+@also_upstream
+@on_device(0)
 def build_schedule(
     workspace: Workspace,
     config: Config,
@@ -260,7 +330,7 @@ def build_schedule(
             stream,
         )
         ranks.append(b)
-    return Schedule(ranks, ids)
+    return Schedule(ranks, ids, schedule_sizes(workspace))
 
 
 def _check_ids(ids: Tensor, num_experts: int) -> None:
@@ -279,6 +349,8 @@ def _check_ids(ids: Tensor, num_experts: int) -> None:
 # ---------------------------------------------------------------------- forward
 
 
+@also_upstream
+@on_device(1)
 def forward(
     config: Config,
     workspace: Workspace,
@@ -329,6 +401,8 @@ def forward(
     return unwrap(outputs, x), context
 
 
+@also_upstream
+@on_device(1)
 def recompute_forward_context(
     config: Config,
     workspace: Workspace,
@@ -363,6 +437,8 @@ def recompute_forward_context(
 # ---------------------------------------------------------------------- backward
 
 
+@also_upstream
+@on_device(1)
 def backward(
     config: Config,
     workspace: Workspace,

@@ -18,14 +18,16 @@ def forward_spec(
     launch_control: bool = True,
     trace: bool = False,
     mxfp8: bool = False,
+    wire: bool = False,
 ) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank, BF16) gathers rows in place, without the ring.
 
-    ``trace`` records begin and end of every task; ``mxfp8``: routed experts in MXFP8.
+    ``trace`` records begin and end of every task; ``mxfp8``: routed experts in MXFP8;
+    ``wire``: x travels quantised.
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
-    return _forward(name, arch, launch_control, trace, mxfp8, **config)
+    return _forward(name, arch, launch_control, trace, mxfp8, wire, **config)
 
 
 def recompute_spec(
@@ -34,10 +36,17 @@ def recompute_spec(
     launch_control: bool = True,
     trace: bool = False,
     mxfp8: bool = False,
+    wire: bool = False,
 ) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
     config = {"direct": direct, "save_context": True, "recompute": True}
-    return _forward(f"recompute_{_path(direct)}", arch, launch_control, trace, mxfp8, **config)
+    name = f"recompute_{_path(direct)}"
+    return _forward(name, arch, launch_control, trace, mxfp8, wire, **config)
+
+
+def quantise_rows_spec(arch: str) -> KernelSpec:
+    """Quantises a rank's tokens into its heap (MXFP8 on the wire)."""
+    return KernelSpec.of("quantise_rows", arch, "mok.kernels_cute.quantise_rows:QuantiseRowsKernel")
 
 
 def quantise_spec(
@@ -61,10 +70,13 @@ def scheduling_of(arch: str, launch_control: bool) -> str:
 
 
 def _forward(
-    name: str, arch: str, launch_control: bool, trace: bool, mxfp8: bool, **config: bool | str
-) -> KernelSpec:
+    name: str, arch: str, launch_control: bool, trace: bool, mxfp8: bool, wire: bool,
+    **config: bool | str,
+) -> KernelSpec:  # fmt: skip
     if mxfp8:
         name, config = f"{name}_mxfp8", {**config, "mxfp8": True}
+    if wire:
+        name, config = f"{name}_wire", {**config, "wire": True}
     if scheduling_of(arch, launch_control) != scheduling_of(arch, True):
         name += "_tickets"
         config["scheduling"] = scheduling_of(arch, launch_control)

@@ -67,12 +67,12 @@ class LayerSpec:
     def config_for(self, max_tokens: int, device: torch.device) -> Config:
         if self.config is not None:
             return self.config
-        return _suggest(self, max_tokens, *_machine(device))
+        return _suggest(self, max_tokens, _machine(device))
 
     def plan(self, max_tokens: int, device: torch.device) -> WorkspacePlan:
         """Sizes of the workspace, without making it."""
         config = self.config_for(max_tokens, device)
-        arch = _machine(device)[0]
+        arch = _machine(device).arch
         return _plan(self.shape(), config, max(max_tokens, 1), arch, self.precision)
 
     def workspace(self, max_tokens: int, device: torch.device) -> tuple[Config, Workspace]:
@@ -112,29 +112,27 @@ def layer_spec(layer: int) -> LayerSpec:
     return _specs[layer]
 
 
-def _machine(device: torch.device) -> tuple[str, int]:
-    """(architecture, SMs) of the device, or of the emulator in use."""
-    from mok.runtime.launch import active_emulator
-
-    emulator: Any = active_emulator()
-    if emulator is not None:
-        return emulator.arch, int(emulator.num_sms)
-    from mok.runtime.device import device_info, require_arch
-
-    info = require_arch(device)
-    assert info.arch is not None
-    return info.arch, device_info(device).num_sms
-
-
 @dataclass(frozen=True)
-class _Machine:
+class _Emulated:
     arch: str
     num_sms: int
 
 
+def _machine(device: torch.device) -> Any:
+    """The device, or the emulator in use: an object with ``arch`` and ``num_sms``."""
+    from mok.runtime.launch import active_emulator
+
+    emulator: Any = active_emulator()
+    if emulator is not None:
+        return _Emulated(emulator.arch, int(emulator.num_sms))
+    from mok.runtime.device import require_arch
+
+    return require_arch(device)
+
+
 @lru_cache
-def _suggest(spec: LayerSpec, max_tokens: int, arch: str, num_sms: int) -> Config:
-    return Config.suggest(spec.shape(max_tokens), _Machine(arch, num_sms))
+def _suggest(spec: LayerSpec, max_tokens: int, machine: Any) -> Config:
+    return Config.suggest(spec.shape(max_tokens), machine)
 
 
 @lru_cache

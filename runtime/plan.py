@@ -51,6 +51,7 @@ class WorkspacePlan:
         schedule: sizes of the schedule kernels' scratch.
         direct: rows are gathered in place (EP = 1, BF16): no ring for x, y for all rows.
         scaled: MXFP8 where the MMA takes block scales: x and hidden are E4M3 with scales.
+        wire: x in the heap is quantised.
         ring: rows of the ring: the macrobatch, or less where no routing can fill it.
         y_rows: rows of y.
         buffers: everything that is allocated.
@@ -66,6 +67,7 @@ class WorkspacePlan:
     schedule: SchedulePlan
     direct: bool
     scaled: bool
+    wire: bool
     ring: int
     y_rows: int
     buffers: tuple[Buffer, ...]
@@ -138,6 +140,7 @@ def plan_workspace(
     counters = counter_layout(max_minibatches, max_blocks, shared_blocks)
     direct = ep == 1 and precision == "bf16"
     scaled = precision == "mxfp8" and machine_of(arch).scaled_stages > 0
+    wire = precision == "mxfp8" and config.mxfp8_wire
     values = "uint8" if scaled else "bfloat16"
     y_rows = capacity if direct else ring
 
@@ -148,12 +151,22 @@ def plan_workspace(
     ]
     if not direct:
         buffers += [
-            Buffer("x", (max_tokens, hidden), "bfloat16", "symmetric", "tokens, pulled by peers"),
+            Buffer(
+                "x",
+                (max_tokens, hidden),
+                "uint8" if wire else "bfloat16",
+                "symmetric",
+                "tokens, pulled by peers",
+            ),
             Buffer(
                 "slots", (max_tokens * topk, hidden), "bfloat16", "symmetric", "results, from peers"
             ),
             Buffer("x_ring", (ring, hidden), values, "local", "dispatched rows"),
         ]
+    if wire:
+        buffers.append(
+            Buffer("x_wire_scales", (max_tokens, hidden // 32), "uint8", "symmetric", "of x")
+        )
     if scaled:
         buffers += [
             Buffer("x_scales", (ring * hidden // 32,), "uint8", "local", "of x_ring, in tiles"),
@@ -167,7 +180,6 @@ def plan_workspace(
     if shared:
         buffers += [
             Buffer("shared_hidden", (max_tokens, shared), "bfloat16", "local", "shared expert"),
-            Buffer("shared_y", (max_tokens, hidden), "bfloat16", "local", "shared expert's result"),
         ]
     buffers += [
         Buffer("counts", (schedule.counts_bytes // 4,), "int32", "local", "schedule scratch"),
@@ -187,6 +199,7 @@ def plan_workspace(
         schedule=schedule,
         direct=direct,
         scaled=scaled,
+        wire=wire,
         ring=ring,
         y_rows=y_rows,
         buffers=tuple(buffers),

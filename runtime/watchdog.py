@@ -115,10 +115,13 @@ class Records:
                 return _barrier_error(rank, words, self.size)
         for rank, words in barriers.items():
             if words[records.BARRIER_STATE] == records.POISONED:
+                who, missing = records.poisoner(words[records.BARRIER_POISONER])
+                waited = f" waiting for rank {missing}" if missing >= 0 else ""
+                rows = _missing(rank, words, self.size)
                 return GroupError(
                     "A group works until one of its ranks gives up waiting",
-                    f"rank {words[records.BARRIER_POISONER] - 1} gave up; rank {rank} stopped at "
-                    f"barrier {words[records.BARRIER_EPOCH]}",
+                    f"rank {who} gave up{waited}; rank {rank} stopped at barrier "
+                    f"{words[records.BARRIER_EPOCH]}" + (f"\n{table(rows)}\n" if rows else ""),
                     "See that rank's error for who was missing, then close this group and build a "
                     "new one.",
                 )
@@ -176,21 +179,25 @@ def _wait_error(waits: dict[int, list[int]]) -> MokTimeoutError:
     )
 
 
-def _barrier_error(rank: int, words: list[int], size: int) -> MokTimeoutError:
-    epoch = words[records.BARRIER_EPOCH]
+def _missing(rank: int, words: list[int], size: int) -> list[list[object]]:
+    """The table of the ranks that had not come to this rank's barrier; empty if none is known."""
     rows: list[list[object]] = [["rank", "waited for", "last came to", "awaited"]]
-    missing = []
     for other in range(size):
-        seen = words[records.BARRIER_MISSING + other]
+        seen, epoch = words[records.BARRIER_MISSING + other], words[records.BARRIER_EPOCH]
         if seen:
-            missing.append(other)
             rows.append(
                 [f"rank {rank}", f"rank {other}", f"barrier {seen - 1}", f"barrier {epoch}"]
             )
-    names = ", ".join(f"rank {r}" for r in missing) or "a signal"
+    return rows if len(rows) > 1 else []
+
+
+def _barrier_error(rank: int, words: list[int], size: int) -> MokTimeoutError:
+    rows = _missing(rank, words, size)
+    names = ", ".join(str(row[1]) for row in rows[1:])
+    found = f"{names} did not\n{table(rows)}\n" if rows else "a signal did not come"
     return MokTimeoutError(
         "Every rank must come to the device barrier within the time limit",
-        f"{names} did not\n{table(rows)}\n" if missing else f"{names} did not come",
+        found,
         "See whether that process runs, failed earlier, or makes other calls; then close this "
         "group and build a new one.",
     )

@@ -8,6 +8,7 @@ local scratch; symmetric memory and schedules are one per rank.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,7 +119,7 @@ class Workspace:
         sizes: the plan, with ``capacity``, ``y_rows`` and the counters' layout.
         heap: symmetric memory; ``heap.stride`` is the kernels' rank_stride.
         ids, num_tokens, x, slots: SymmetricTensor; ``.base_address`` is rank 0's, as kernels want.
-        x_ring, hidden, y, shared_hidden, shared_y, counter_words, counts, totals, local_ids,
+        x_ring, hidden, y, shared_hidden, counter_words, counts, totals, local_ids,
             rank_starts: torch tensors.
         schedules: {rank: ScheduleBuffers} of this process' ranks.
         records: error words; ``records.wait_address(rank)`` and so on go to kernels.
@@ -133,6 +134,7 @@ class Workspace:
     ids: SymmetricTensor
     num_tokens: SymmetricTensor
     x: SymmetricTensor | None
+    x_wire_scales: SymmetricTensor | None
     slots: SymmetricTensor | None
     x_ring: torch.Tensor | None
     x_scales: torch.Tensor | None
@@ -140,7 +142,6 @@ class Workspace:
     hidden: torch.Tensor
     y: torch.Tensor
     shared_hidden: torch.Tensor | None
-    shared_y: torch.Tensor | None
     counts: torch.Tensor
     totals: torch.Tensor
     local_ids: torch.Tensor
@@ -179,8 +180,16 @@ class Workspace:
         sizes += [shape.shared_intermediate_size or 0, max_tokens]
         agree(
             group.rendezvous,
-            "the workspace's sizes (H, I, E, K, shared I, max_tokens, minibatch, macrobatch, arch, precision)",
-            [*sizes, config.minibatch_size, config.macrobatch_size, self.arch, precision],
+            "the workspace's sizes (H, I, E, K, shared I, max_tokens, minibatch, macrobatch, arch, "
+            "precision, wire)",
+            [
+                *sizes,
+                config.minibatch_size,
+                config.macrobatch_size,
+                self.arch,
+                precision,
+                self.sizes.wire,
+            ],
         )
         with contextlib.ExitStack() as undo:
             self._allocate(memory, undo)
@@ -195,7 +204,9 @@ class Workspace:
         self.records = Records(self.heap.memory, group.size, group.local_ranks)
         undo.callback(self.records.close)
         self.barrier = Barrier(self.heap, self.records, self.arch, self.config.timeout_s)
-        absent = ("x", "slots", "x_ring", "x_scales", "hidden_scales", "shared_hidden", "shared_y")
+        absent = (
+            "x", "x_wire_scales", "slots", "x_ring", "x_scales", "hidden_scales", "shared_hidden"
+        )  # fmt: skip
         for name in absent:
             setattr(self, name, None)
         with together(group.rendezvous, "Making the workspace"):
@@ -230,6 +241,33 @@ class Workspace:
         # At least one element, so that every address is valid.
         shape: Sequence[int] = buffer.shape if 0 not in buffer.shape else (1,)
         return torch.empty(tuple(shape), dtype=getattr(torch, buffer.dtype), device=self.device)
+
+    def fit(self, intermediate_size: int, shared_intermediate_size: int | None) -> None:
+        """Take experts of other widths from now on (not collective: only local memory depends on them).
+
+        Raises:
+            ShapeError, CapacityError: as for a new workspace; nothing has changed then.
+        """
+        widths = (self.shape.intermediate_size, self.shape.shared_intermediate_size)
+        if widths == (intermediate_size, shared_intermediate_size):
+            return
+        shape = dataclasses.replace(
+            self.shape,
+            intermediate_size=intermediate_size,
+            shared_intermediate_size=shared_intermediate_size,
+        )
+        sizes = plan_workspace(shape, self.config, self.max_tokens, self.arch)
+        before = {b.name: b for b in self.sizes if b.place == "local"}
+        made = {
+            b.name: self._empty(b) for b in sizes if b.place == "local" and before.get(b.name) != b
+        }
+        for name in before:
+            if all(b.name != name for b in sizes):
+                setattr(self, name, None)
+        for name, tensor in made.items():
+            setattr(self, name, tensor)
+        self.counter_words.zero_()
+        self.shape, self.sizes = shape, sizes
 
     def new_schedule(self, rank: int) -> ScheduleBuffers:
         """Buffers for a schedule that must outlive the next call, as training needs."""

@@ -244,29 +244,38 @@ class Mainloop(sm100.Mainloop):
         return phase, phase
 
     def columns(
-        self, worker: Worker, place: Int32, *first: int, width: int = 32
+        self, worker: Worker, place: Int32, *first: int | Int32, width: int = 32
     ) -> list[list[Float32]]:
         """``width`` (16 or 32) accumulator columns of this lane's row from each of ``first`` on.
 
-        The shared ones come as kept: theirs is the last 16 columns of place 0, the first of place 1.
+        A ``first`` known at run time only is a multiple of 32. The shared columns come as kept: those are
+        the last 16 of place 0, the first of place 1.
         """
         base = worker.tmem + place * PLACE
-        parts = [at + step for at in first for step in range(0, width, SHARED)]
-        addresses = []
-        for at in parts:
-            # A neighbour's columns instead of shared ones, which may hold another task's by now.
-            aside = 0
-            if at == 0:
-                aside = select(place == 1, Int32(SHARED), Int32(0))
-            elif at == PLACE:
-                aside = select(place == 0, Int32(-SHARED), Int32(0))
-            addresses.append(base + at + aside)
-        loaded = ptx_sm100.tmem_load(*addresses, width=SHARED)
-        for at, values in zip(parts, loaded):
-            if at in (0, PLACE):
-                kept = place == (1 if at == 0 else 0)
-                values[:] = [select_f32(kept, worker.kept[i], values[i]) for i in range(SHARED)]
-        values = [value for part in loaded for value in part]
+        addresses, kept = [], []
+        for at in first:
+            for step in range(0, width, SHARED):
+                # Where these 16 are the shared ones, the load goes to their neighbours: another task may
+                # be writing them by now.
+                part, shared, aside = at + step, None, 0
+                if isinstance(at, int):
+                    if part in (0, PLACE):
+                        shared, aside = place == (1 if part == 0 else 0), (1 if part == 0 else -1)
+                elif step == 0:
+                    shared, aside = (part == 0) & (place == 1), 1
+                else:
+                    shared, aside = (part == PLACE) & (place == 0), -1
+                address = base + part
+                if shared is not None:
+                    address = address + select(shared, Int32(aside * SHARED), Int32(0))
+                addresses.append(address)
+                kept.append(shared)
+        values = []
+        for loaded, shared in zip(ptx_sm100.tmem_load(*addresses, width=SHARED), kept):
+            if shared is not None:
+                pairs = zip(loaded, range(SHARED))
+                loaded = [select_f32(shared, worker.kept[i], value) for value, i in pairs]
+            values += loaded
         return [values[i : i + width] for i in range(0, len(values), width)]
 
     @cute.jit

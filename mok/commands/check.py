@@ -31,26 +31,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     import torch
 
+    from mok import processes
     from mok.backends import choose_backend
-    from mok.commands.check_cases import forward_cases, mxfp8_cases
+    from mok.commands.check_cases import forward_cases, mxfp8_cases, on_processes
 
     backend = choose_backend(args.arch, args.emulate)
+    ranks = processes.group()
     backend.announce(progress.out)
     if not backend.on_gpu:
         torch.set_num_threads(1)  # small matrices: threads cost more than they give
     cases = []
     with progress.status("Checking …") as status:
+        if ranks is not None:
+            processes.require_kernel(backend.kind, backend.note)
         makers = {"forward": forward_cases, "mxfp8": mxfp8_cases}
         for what, make in makers.items():
             if args.what not in (what, "all"):
                 continue
-            for case in make(backend, args.model, args.quick):
+            chosen = make(backend, args.model, args.quick)
+            if ranks is not None:
+                chosen = on_processes(chosen, ranks.size)
+            for case in chosen:
                 status.update(f"Checking {case.name} …")
                 cases += run_case(case, backend)
+    size = 1 if ranks is None else ranks.size
     note = backend.note
     if args.what != "forward" and backend.arch == "sm_90a":
         note += MXFP8_ON_HOPPER
-    return {"backend": backend.name, "note": note, "cases": cases}
+    return {"backend": backend.name, "note": note, "processes": size, "cases": cases}
 
 
 def run_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
@@ -102,7 +110,10 @@ def passed(document: dict[str, Any]) -> bool:
 def show(document: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
-    table = Table(title=f"Forward on {document['backend']}", title_justify="left")
+    where = document["backend"]
+    if document["processes"] > 1:
+        where += f", {document['processes']} processes"
+    table = Table(title=f"Forward on {where}", title_justify="left")
     for column in ("case", "metric"):
         table.add_column(column)
     for column in ("value", "limit"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,15 @@ from mok.backends import Backend
 from mok.commands.shapes import fit_to_gpu, shrink
 from mok.config import Config, Shape
 from mok.models import MODELS
-from mok.reference import BF16_LIMIT, FP32_LIMIT, ROUTINGS, Case, integer_case, random_case
+from mok.processes import fit
+from mok.reference import (
+    BF16_LIMIT,
+    FP32_LIMIT,
+    ROUTINGS,
+    Case,
+    integer_case,
+    random_case,
+)
 
 GPU_MODEL_TOKENS = 4096
 SMALL_RING = Config(2, 2, minibatch_size=256, macrobatch_size=512)
@@ -45,6 +54,22 @@ def forward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[
         yield from _model_cases(backend, name)
     if not model:
         yield from _exact_cases(backend, quick)
+
+
+def on_processes(cases: Iterator[CheckCase], size: int) -> Iterator[CheckCase]:
+    """The cases at EP = ``size``, each once."""
+    seen = set()
+    for case in cases:
+        name = re.sub(r"EP \d+", f"EP {size}", case.name)
+        if name not in seen:
+            seen.add(name)
+            lengths = fit(case.tokens_per_rank, size)
+            yield dataclasses.replace(
+                case,
+                name=name,
+                ep_size=size,
+                tokens_per_rank=None if lengths is None else tuple(lengths),
+            )
 
 
 def mxfp8_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:

@@ -1,7 +1,9 @@
 """The emulator as users see it: a context in which compiled functions run on the CPU."""
 
 import contextlib
+import ctypes
 import functools
+import itertools
 import json
 import sys
 import time
@@ -47,12 +49,25 @@ def prepare() -> None:
     from mok.tools.emulator import interp
     from mok.tools.emulator.jit import cache_folder
 
+    use_one_blas_thread()
     if not any(cache_folder().rglob("interp.run_grid*.nbc")):
         print("mok: compiling the emulator's interpreter, once …", file=sys.stderr, flush=True)
     machine = np.zeros(L.MACHINE_WORDS, dtype=np.int64)
     warp = np.zeros(L.WARP_WORDS, dtype=np.int64)
     machine[L.X_NWARPS], machine[L.X_WARPS] = 1, warp.ctypes.data
     interp.run_grid(machine.ctypes.data, 1)
+
+
+def use_one_blas_thread() -> None:
+    """Tells numpy's OpenBLAS to stay in this thread: the matrices here are small, and its threads spin
+    while they wait, which on a busy machine costs twenty times what they compute."""
+    for path in Path(np.__file__).parents[1].glob("numpy.libs/lib*openblas*"):
+        library = ctypes.CDLL(str(path))
+        for prefix, suffix in itertools.product(("scipy_", ""), ("64_", "_64", "")):
+            function = getattr(library, f"{prefix}openblas_set_num_threads{suffix}", None)
+            if function is not None:
+                function(1)
+                break
 
 
 @dataclass
