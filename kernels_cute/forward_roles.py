@@ -89,6 +89,7 @@ class Buffers(NamedTuple):
     hidden_scales: Int64  # the same of hidden
     y_ring: Int64  # bf16 [macrobatch, H]
     x_heap: Int64  # rank 0's bf16 [max tokens, H]; rank r's is r*rank_stride further
+    x_heap_scales: Int64  # rank 0's E8M0 [max tokens, H/32] (wire, where x_heap is e4m3)
     slots_heap: Int64  # rank 0's bf16 [max tokens * K, H]
     counters: Int64  # int32
 
@@ -386,9 +387,11 @@ class ForwardRoles(MegaKernel):
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
         codes = Uint32(0)
         for piece in cutlass.range_constexpr(up_n // mxfp8.BLOCK):
-            gate, up = main.columns(worker, at, 32 * piece, 32 * piece + up_n)
-            values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
-            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 32, 2)]
+            packed = []
+            for first in (32 * piece, 32 * piece + 16):  # half a block: fewer registers
+                gate, up = main.columns(worker, at, first, first + up_n, width=16)
+                values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
+                packed += [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)]
             code = mxfp8.scale_code(mxfp8.magnitude(packed))
             codes = codes | (Uint32(code) << Uint32(8 * piece))
             if cutlass.const_expr(piece == up_n // mxfp8.BLOCK - 1):
@@ -509,7 +512,13 @@ class ForwardRoles(MegaKernel):
                         ctx.tracer.begin()
                 cute.arch.sync_threads()
                 if item.kind == program.DISPATCH:
-                    if cutlass.const_expr(self.mxfp8):
+                    if cutlass.const_expr(self.wire):
+                        comm_mxfp8.pull_quantised_rows(
+                            rows, item.row, count, buffers.x_heap, buffers.x_heap_scales,
+                            sizes.topk, buffers.x_ring, buffers.x_scales, Int32(ring_row),
+                            self.hopper, warp, WARPS,
+                        )  # fmt: skip
+                    elif cutlass.const_expr(self.mxfp8):
                         comm_mxfp8.pull_rows(
                             rows, item.row, count, buffers.x_heap, sizes.topk, buffers.x_ring,
                             buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,

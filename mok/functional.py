@@ -115,6 +115,7 @@ def create_workspace(
     num_experts: int,
     topk: int,
     shared_intermediate_size: int | None = None,
+    precision: str = "bf16",
 ) -> Workspace:
     """Make a workspace (collective). One can serve all layers of equal sizes.
 
@@ -125,6 +126,7 @@ def create_workspace(
         max_tokens: the most tokens of any rank in any call.
         hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size: H, I, E, K and the
             shared expert's I.
+        precision: "bf16", or "mxfp8": routed weights are then what ``mok.mxfp8_quantize`` returns.
 
     Raises:
         ShapeError, ResourceError, CapacityError, DriverError, DeviceError: a limit, named.
@@ -135,7 +137,9 @@ def create_workspace(
     )
     from mok.runtime.workspace import Workspace
 
-    workspace = Workspace(group, shape, config, max(max_tokens, 1), **arguments)
+    workspace = Workspace(
+        group, shape, config, max(max_tokens, 1), precision=precision, **arguments
+    )
     try:
         _check_config(config, workspace)
     except MokError:
@@ -156,6 +160,7 @@ def get_workspace(
     num_experts: int,
     topk: int,
     shared_intermediate_size: int | None = None,
+    precision: str = "bf16",
 ) -> Workspace:
     """``create_workspace``, cached by its arguments. ``clear_workspace_cache`` empties the cache."""
     _check_max_tokens(max_tokens)
@@ -164,7 +169,9 @@ def get_workspace(
     )
     from mok.runtime import workspace as workspaces
 
-    found = workspaces.get_workspace(group, shape, config, max(max_tokens, 1), **arguments)
+    found = workspaces.get_workspace(
+        group, shape, config, max(max_tokens, 1), precision=precision, **arguments
+    )
     _check_config(config, found)
     return found
 
@@ -370,7 +377,8 @@ def forward(
         x: BF16 [T, H].
         router_weights: FP32 [T, K]; NaN propagates to its token.
         shared_gate, shared_up, shared_down: BF16 [Is, H], [Is, H], [H, Is], or all None.
-        routed_gate, routed_up, routed_down: BF16 [El, I, H], [El, I, H], [El, H, I] of this rank.
+        routed_gate, routed_up, routed_down: BF16 [El, I, H], [El, I, H], [El, H, I] of this rank;
+            with precision "mxfp8" Mxfp8Weight of these shapes, in the normal orientation.
         swiglu_limit: clamp gate from above and up on both sides; None clamps nothing.
         save_context: also keep what backward needs. The output has the same bits either way.
         shared_scale: FP32 [T], multiplies the shared expert's output (a gated shared expert).

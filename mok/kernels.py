@@ -19,24 +19,56 @@ def forward_spec(
     save_context: bool = False,
     launch_control: bool = True,
     trace: bool = False,
+    mxfp8: bool = False,
+    wire: bool = False,
 ) -> KernelSpec:
-    """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring.
+    """The forward megakernel; ``direct`` (one rank, BF16) gathers rows in place, without the ring.
 
-    ``trace`` records begin and end of every task.
+    ``trace`` records begin and end of every task; ``mxfp8``: routed experts in MXFP8;
+    ``wire``: x travels quantised.
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
+    name, config = _precision(name, config, mxfp8, wire)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
 @cache
 def recompute_spec(
-    arch: str, direct: bool, launch_control: bool = True, trace: bool = False
+    arch: str,
+    direct: bool,
+    launch_control: bool = True,
+    trace: bool = False,
+    mxfp8: bool = False,
+    wire: bool = False,
 ) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
     config = {"direct": direct, "save_context": True, "recompute": True}
     name = f"recompute_{_path(direct)}"
+    name, config = _precision(name, config, mxfp8, wire)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
+
+
+@cache
+def quantise_rows_spec(arch: str) -> KernelSpec:
+    """Quantises a rank's tokens into its heap (MXFP8 on the wire)."""
+    return KernelSpec.of("quantise_rows", arch, "mok.kernels_cute.quantise_rows:QuantiseRowsKernel")
+
+
+@cache
+def quantise_spec(
+    arch: str, normal: bool, transposed: bool, expanded: bool, tiled: bool = True
+) -> KernelSpec:
+    """Quantises a stack of weights to MXFP8."""
+    return KernelSpec.of(
+        "quantise",
+        arch,
+        "mok.kernels_cute.quantise:QuantiseKernel",
+        normal=normal,
+        transposed=transposed,
+        expanded=expanded,
+        tiled=tiled,
+    )
 
 
 @cache
@@ -157,6 +189,17 @@ def _for_machine(
         name, config = f"{name}_trace", {**config, "trace": True}
     # The kernel is built for a machine, so the architecture is also part of its configuration.
     return KernelSpec(name, arch, factory, tuple(sorted({"arch": arch, **config}.items())))
+
+
+def _precision(
+    name: str, config: dict[str, bool], mxfp8: bool, wire: bool
+) -> tuple[str, dict[str, bool]]:
+    """A kernel's name and configuration with MXFP8 experts, and with MXFP8 on the wire."""
+    if mxfp8:
+        name, config = f"{name}_mxfp8", {**config, "mxfp8": True}
+    if wire:
+        name, config = f"{name}_wire", {**config, "wire": True}
+    return name, config
 
 
 def _path(direct: bool) -> str:

@@ -24,7 +24,10 @@ ALIGNMENT = 16  # bytes, of every argument of a kernel
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What equal layers share. ``group`` None: one rank. ``config`` None: ``Config.suggest``."""
+    """What equal layers share. ``group`` None: one rank. ``config`` None: ``Config.suggest``.
+
+    ``precision``: of the routed experts, "bf16" or "mxfp8".
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -33,6 +36,7 @@ class LayerSpec:
     shared_intermediate_size: int | None = None
     group: Group | None = None
     config: Config | None = None
+    precision: str = "bf16"
 
     @property
     def ep_size(self) -> int:
@@ -68,7 +72,8 @@ class LayerSpec:
     def plan(self, max_tokens: int, device: torch.device) -> WorkspacePlan:
         """Sizes of the workspace, without making it."""
         config = self.config_for(max_tokens, device)
-        return _plan(self.shape(), config, max(max_tokens, 1), _machine(device).arch)
+        arch = _machine(device).arch
+        return _plan(self.shape(), config, max(max_tokens, 1), arch, self.precision)
 
     def workspace(self, max_tokens: int, device: torch.device) -> tuple[Config, Workspace]:
         """The workspace, made at its first use (collective)."""
@@ -83,6 +88,7 @@ class LayerSpec:
             num_experts=self.num_experts,
             topk=self.topk,
             shared_intermediate_size=self.shared_intermediate_size,
+            precision=self.precision,
         )
         return config, workspace
 
@@ -130,10 +136,12 @@ def _suggest(spec: LayerSpec, max_tokens: int, machine: Any) -> Config:
 
 
 @lru_cache
-def _plan(shape: Shape, config: Config, max_tokens: int, arch: str) -> WorkspacePlan:
+def _plan(
+    shape: Shape, config: Config, max_tokens: int, arch: str, precision: str
+) -> WorkspacePlan:
     from mok.runtime.plan import plan_workspace
 
-    return plan_workspace(shape, config, max_tokens, arch)
+    return plan_workspace(shape, config, max_tokens, arch, precision)
 
 
 # ---------------------------------------------------------------------- splitting over local ranks
