@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mok import processes
 from mok.config import Config, Shape, tile_rows
 from mok.errors import DeviceError, MissingDependencyError
 from mok.models import Machine
-from mok.reference import Case, Experts, Gradients, backward_reference, forward_reference
+from mok.reference import Case, forward_reference
 
 if TYPE_CHECKING:
     from mok.runtime.device import DeviceInfo
@@ -127,14 +128,18 @@ def run_forward(
     *,
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
+    precision: str = "bf16",
 ) -> Tensor:
     """One forward pass over the case's tokens on ``ep_size`` virtual ranks: BF16 [N, H].
+
+    Within ``processes.joined`` and at its size, on its processes instead (collective).
 
     Args:
         config: tunables; ``Config.suggest`` by default. The reference uses its batch sizes.
         tokens_per_rank: how the tokens are split; evenly by default.
+        precision: of the routed experts, "bf16" or "mxfp8".
     """
-    return prepare_forward(case, ep_size, backend, config, tokens_per_rank)()
+    return prepare_forward(case, ep_size, backend, config, tokens_per_rank, precision=precision)()
 
 
 def prepare_forward(
@@ -144,6 +149,7 @@ def prepare_forward(
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
     progress: Callable[[int], None] | None = None,
+    precision: str = "bf16",
 ) -> Callable[[], Tensor]:
     """A function that runs the pass, schedule included, in a workspace that is made once.
 
@@ -151,191 +157,119 @@ def prepare_forward(
     """
     lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
     if backend.kind == "reference":
-        sizes = _reference_sizes(config)
-        return lambda: forward_reference(case, ep_size, tokens_per_rank=lengths, **sizes)
-    with _where(backend):
-        layer = _KernelLayer(case, lengths, backend, config)
+        sizes: dict[str, Any] = (
+            {"minibatch": config.minibatch_size, "macrobatch": config.macrobatch_size}
+            if config
+            else {}
+        )
+        sizes |= {"tokens_per_rank": lengths, "precision": precision}
+        return lambda: forward_reference(case, ep_size, **sizes)
+    if backend.kind == "kernel":
+        return _prepare_kernel(case, lengths, backend, config, precision=precision)
+    # A workspace on the CPU exists only for the emulator.
+    with _emulator(backend.arch):
+        prepared = _prepare_kernel(case, lengths, backend, config, precision=precision)
+
+    def emulated() -> Tensor:
+        with _emulator(backend.arch, progress):
+            return prepared()
+
+    return emulated
+
+
+def run_step(case: Case, dy: Tensor | None, ep_size: int, backend: Backend) -> Tensor:
+    """Forward, and with the output's gradient ``dy`` [N, H] backward, on virtual ranks: BF16 [N, H]."""
+    with machine(backend):
+        return _prepare_kernel(case, case.tokens_per_rank(ep_size), backend, None, dy)()
+
+
+def machine(backend: Backend) -> contextlib.AbstractContextManager[Any]:
+    """What a backend's calls need around them: the emulator, or nothing."""
+    return _emulator(backend.arch) if backend.kind == "emulator" else contextlib.nullcontext()
+
+
+def _prepare_kernel(
+    case: Case,
+    lengths: list[int],
+    backend: Backend,
+    config: Config | None,
+    dy: Tensor | None = None,
+    precision: str = "bf16",
+) -> Callable[[], Tensor]:
+    from mok import functional
+    from mok.mxfp8 import mxfp8_quantize
+    from mok.runtime.group import Group
+
+    ep_size = len(lengths)
+    full = case.shape
+    shape = Shape(
+        max(lengths, default=0),
+        full.hidden_size,
+        full.intermediate_size,
+        full.num_experts,
+        full.topk,
+        ep_size,
+        full.shared_intermediate_size,
+    )
+    config = config or Config.suggest(shape, backend.info or emulated_machine(backend.arch))
+    device = backend.device
+    if (ranks := processes.group()) is not None and ranks.size == ep_size:
+        return processes.prepare_forward(case, lengths, config, device, ranks)
+    group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
+    workspace = functional.create_workspace(
+        config,
+        group,
+        device=device,
+        max_tokens=max(shape.num_tokens, 1),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
+        topk=shape.topk,
+        shared_intermediate_size=shape.shared_intermediate_size,
+        precision=precision,
+    )
+    # One entry per rank of this process; with one rank, plain tensors.
+    placement = [shape.experts_on(r) for r in range(ep_size)]
+    x = case.x.split(lengths)
+    ids = case.top_experts.split(lengths)
+    weights = case.router_weights.split(lengths)
+    parts = [case.routed[p.start : p.stop] for p in placement]
+    routed: list[list[Any]] = [[part.gate, part.up, part.down] for part in parts]
+    if precision == "mxfp8":
+        routed = [[mxfp8_quantize(w, transposed=False) for w in part] for part in routed]
+    shared = case.shared
+    shared_weights: tuple[Any, Any, Any] = (
+        (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
+    )
+
+    def each(values: Sequence[Any]) -> Any:
+        return values[0] if ep_size == 1 else list(values)
+
+    gate_up_down: tuple[Any, Any, Any] = tuple(  # type: ignore[assignment]
+        each([weights[i] for weights in routed]) for i in range(3)
+    )
 
     def run() -> Tensor:
-        with _where(backend, progress):
-            return layer.forward()
+        schedule = functional.build_schedule(
+            workspace, config, each(ids), num_local_experts=each([len(p) for p in placement])
+        )
+        arguments = (
+            each(x),
+            each(weights),
+            *shared_weights,
+            *gate_up_down,
+            case.swiglu_limit,
+        )
+        output, context = functional.forward(
+            config, workspace, schedule, *arguments, save_context=dy is not None
+        )
+        if dy is not None:
+            assert context is not None
+            grads = each(dy.split(lengths))
+            functional.backward(config, workspace, schedule, context, grads, *arguments)
+        return output if ep_size == 1 else torch.cat(list(output))
 
     return run
-
-
-def run_training(
-    case: Case,
-    dy: Tensor,
-    ep_size: int,
-    backend: Backend,
-    *,
-    config: Config | None = None,
-    tokens_per_rank: Sequence[int] | None = None,
-    recompute: bool = False,
-) -> tuple[Tensor, Gradients]:
-    """Forward and backward of the case on ``ep_size`` virtual ranks: BF16 [N, H], and all gradients.
-
-    Args:
-        dy: gradient of the output, BF16 [N, H].
-        recompute: backward takes a rebuilt context (activation checkpointing). The reference, which
-            keeps everything, does nothing else then.
-        Other arguments as ``run_forward``.
-    """
-    lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
-    if backend.kind == "reference":
-        sizes = _reference_sizes(config)
-        output = forward_reference(case, ep_size, tokens_per_rank=lengths, **sizes)
-        return output, backward_reference(case, dy, ep_size, tokens_per_rank=lengths, **sizes)
-    with _where(backend):
-        return _KernelLayer(case, lengths, backend, config).training(dy, recompute)
-
-
-def _reference_sizes(config: Config | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    return {"minibatch": config.minibatch_size, "macrobatch": config.macrobatch_size}
-
-
-def _where(
-    backend: Backend, progress: Callable[[int], None] | None = None
-) -> contextlib.AbstractContextManager[Any]:
-    """Where kernels run: a workspace on the CPU exists only for the emulator."""
-    if backend.kind == "kernel":
-        return contextlib.nullcontext()
-    return _emulator(backend.arch, progress)
-
-
-class _KernelLayer:
-    """A case laid out over virtual ranks, in a workspace that is made once."""
-
-    def __init__(
-        self, case: Case, lengths: list[int], backend: Backend, config: Config | None
-    ) -> None:
-        from mok import functional
-        from mok.runtime.group import Group
-
-        self.case, self.lengths, self.ep_size = case, lengths, len(lengths)
-        full = case.shape
-        shape = Shape(
-            max(lengths, default=0),
-            full.hidden_size,
-            full.intermediate_size,
-            full.num_experts,
-            full.topk,
-            self.ep_size,
-            full.shared_intermediate_size,
-        )
-        self.config = config or Config.suggest(
-            shape, backend.info or emulated_machine(backend.arch)
-        )
-        device = backend.device
-        group = Group.virtual(self.ep_size, device) if self.ep_size > 1 else Group.single(device)
-        self.workspace = functional.create_workspace(
-            self.config,
-            group,
-            device=device,
-            max_tokens=max(shape.num_tokens, 1),
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_experts=shape.num_experts,
-            topk=shape.topk,
-            shared_intermediate_size=shape.shared_intermediate_size,
-        )
-        self.placement = [shape.experts_on(r) for r in range(self.ep_size)]
-        routed = [case.routed[p.start : p.stop] for p in self.placement]
-        self.routed: tuple[Any, Any, Any] = (
-            self.each([r.gate for r in routed]),
-            self.each([r.up for r in routed]),
-            self.each([r.down for r in routed]),
-        )
-        shared = case.shared
-        self.shared: tuple[Any, Any, Any] = (
-            (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
-        )
-        self.x = self.each(case.x.split(lengths))
-        self.weights = self.each(case.router_weights.split(lengths))
-        self.scale = None
-        if case.shared_scale is not None:
-            self.scale = self.each(case.shared_scale.split(lengths))
-
-    def each(self, values: Sequence[Any]) -> Any:
-        """One entry per rank of this process; with one rank, a plain tensor."""
-        return values[0] if self.ep_size == 1 else list(values)
-
-    def together(self, values: Any) -> Tensor:
-        """All ranks' rows."""
-        return values if self.ep_size == 1 else torch.cat(list(values))
-
-    def schedule(self) -> Any:
-        from mok import functional
-
-        return functional.build_schedule(
-            self.workspace,
-            self.config,
-            self.each(self.case.top_experts.split(self.lengths)),
-            num_local_experts=self.each([len(p) for p in self.placement]),
-        )
-
-    def forward(self, schedule: Any = None, save_context: bool = False) -> Any:
-        """The output, and with ``save_context`` the context beside it."""
-        from mok import functional
-
-        output, context = functional.forward(
-            self.config,
-            self.workspace,
-            self.schedule() if schedule is None else schedule,
-            self.x,
-            self.weights,
-            *self.shared,
-            *self.routed,
-            swiglu_limit=self.case.swiglu_limit,
-            save_context=save_context,
-            shared_scale=self.scale,
-        )
-        output = self.together(output)
-        return (output, context) if save_context else output
-
-    def training(self, dy: Tensor, recompute: bool) -> tuple[Tensor, Gradients]:
-        """The output and all gradients."""
-        from mok import functional
-
-        schedule, limit = self.schedule(), self.case.swiglu_limit
-        output, context = self.forward(schedule, save_context=True)
-        if recompute:
-            context = functional.recompute_forward_context(
-                self.config,
-                self.workspace,
-                schedule,
-                self.x,
-                *self.shared[:2],
-                *self.routed[:2],
-                swiglu_limit=limit,
-            )
-        found = functional.backward(
-            self.config,
-            self.workspace,
-            schedule,
-            context,
-            self.each(dy.split(self.lengths)),
-            self.x,
-            self.weights,
-            *self.shared,
-            *self.routed,
-            swiglu_limit=limit,
-            shared_scale=self.scale,
-        )
-        d_x, d_weights, *parts = found
-        shared = None
-        if self.case.shared is not None:
-            each = [[part] if self.ep_size == 1 else part for part in parts[3:6]]
-            shared = Experts(*(torch.stack(list(part)) for part in each))
-        return output, Gradients(
-            x=self.together(d_x),
-            router_weights=self.together(d_weights),
-            routed=Experts(*(self.together(part) for part in parts[:3])),
-            shared=shared,
-            shared_scale=self.together(parts[6]) if self.scale is not None else None,
-        )
 
 
 def emulated_machine(arch: str | None) -> Machine:

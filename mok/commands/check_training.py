@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mok.backends import Backend, emulated_machine, run_training
+from mok.backends import Backend, emulated_machine
 from mok.commands.check_cases import CheckCase, exact_case, model_cases
 from mok.config import Config, Shape, tile_rows
 from mok.reference import (
@@ -23,6 +23,7 @@ from mok.reference import (
     random_gradient,
     relative_l2,
 )
+from mok.training_run import run_training
 
 
 def backward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
@@ -54,7 +55,7 @@ def backward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator
     yield exact_case(backend, "a rank with no token", base, 3, tokens_per_rank=uneven)
 
 
-def run_backward_case(case: CheckCase, backend: Backend) -> dict[str, Any]:
+def run_backward_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
     """One row of the document: the worst gradient of the case against the oracle."""
     from mok.commands.check import row
 
@@ -72,7 +73,7 @@ def run_backward_case(case: CheckCase, backend: Backend) -> dict[str, Any]:
         if not exact or value.shape == oracle.shape
     ]
     value = sum(errors) if exact else max(errors)
-    return row(f"{case.name}, {len(errors)} gradients", case.metric, value, case.limit)
+    return [row(f"{case.name}, {len(errors)} gradients", case.metric, value, case.limit)]
 
 
 def _pairs(found: Gradients, expected: Gradients) -> Iterator[tuple[Tensor, Tensor]]:
@@ -135,7 +136,7 @@ def bits_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[Bit
 _baselines: dict[str, tuple[Tensor, Gradients]] = {}
 
 
-def run_bits_case(case: BitsCase, backend: Backend) -> dict[str, Any]:
+def run_bits_case(case: BitsCase, backend: Backend) -> list[dict[str, Any]]:
     """One row of the document: differing elements of the output and all gradients.
 
     Left out are gradients of the shared expert at other numbers of ranks: each is a rank's own sum.
@@ -162,7 +163,7 @@ def run_bits_case(case: BitsCase, backend: Backend) -> dict[str, Any]:
     for name, value in others.named().items():
         if case.ep_size == 1 or not name.startswith("shared "):
             different += int((value != want[name]).sum())
-    return row(case.name, "mismatches", float(different), 0.0)
+    return [row(case.name, "mismatches", float(different), 0.0)]
 
 
 def _arch(backend: Backend) -> str:
