@@ -143,6 +143,29 @@ def test_check_fails_when_a_result_is_wrong(capsys, monkeypatch, damage, metric)
     assert not any(c["ok"] for c in found["cases"] if c["metric"] == metric)
 
 
+@pytest.mark.parametrize("what", ["backward", "bits"])
+def test_check_of_training(capsys, what):
+    code, found = document(capsys, "check", what, "--quick")
+    assert code == 0 and found["what"] == what
+    assert all(case["ok"] for case in found["cases"])
+    assert any(case["metric"] == "mismatches" for case in found["cases"])
+
+
+def test_check_of_training_fails_when_a_gradient_is_wrong(capsys, monkeypatch):
+    from mok import training_run
+
+    right = training_run.backward_reference
+
+    def wrong(*args, **kwargs):
+        found = right(*args, **kwargs)
+        found.router_weights[-1, -1] += 1
+        return found
+
+    monkeypatch.setattr(training_run, "backward_reference", wrong)
+    code, found = document(capsys, "check", "backward", "--model", "olmoe")
+    assert code == 1 and not any(case["ok"] for case in found["cases"])
+
+
 def test_check_of_nothing_is_no_success():
     assert not check.passed({"cases": []})
 
