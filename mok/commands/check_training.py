@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mok.backends import Backend, emulated_machine
 from mok.commands.check_cases import CheckCase, exact_case, model_cases
+from mok.commands.shapes import fit_to_gpu, shrink
 from mok.config import Config, Shape, tile_rows
+from mok.models import MODELS
 from mok.reference import (
     GRADIENT_LIMIT,
     ROUTINGS,
@@ -106,9 +108,21 @@ class BitsCase:
     config: Config | None = None
     recompute: bool = False
     tokens_per_rank: tuple[int, ...] | None = None
+    shape: Shape | None = None
 
 
 def bits_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[BitsCase]:
+    """``_ways`` to run a small layer, or one of ``model``'s shape."""
+    shape = Shape(_tokens(backend), 128, 192, 3, 2, shared_intermediate_size=64)
+    if model:
+        real = Shape.of_model(MODELS[model], _tokens(backend))
+        shape = fit_to_gpu(real, backend.device) if backend.on_gpu else shrink(real, 32)
+    for way in _ways(backend, quick):
+        name = f"{model} {way.name}" if model else way.name
+        yield dataclasses.replace(way, name=name, shape=shape)
+
+
+def _ways(backend: Backend, quick: bool) -> Iterator[BitsCase]:
     """A repeat, tunables, one to five macrobatches, ranks, a rebuilt context.
 
     The reference only promises the first and the last: it adds macrobatches in another order.
@@ -133,7 +147,7 @@ def bits_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[Bit
         yield BitsCase("EP 2, without launch control", 2, config)
 
 
-_baselines: dict[str, tuple[Tensor, Gradients]] = {}
+_baselines: dict[tuple[str, Shape], tuple[Tensor, Gradients]] = {}
 
 
 def run_bits_case(case: BitsCase, backend: Backend) -> list[dict[str, Any]]:
@@ -143,12 +157,16 @@ def run_bits_case(case: BitsCase, backend: Backend) -> list[dict[str, Any]]:
     """
     from mok.commands.check import row
 
-    shape = Shape(_tokens(backend), 128, 192, 3, 2, shared_intermediate_size=64)
-    inputs = random_case(shape, kind="skewed", swiglu_limit=0.75, gated=True, device=backend.device)
+    assert case.shape is not None
+    gated = case.shape.shared_intermediate_size is not None
+    inputs = random_case(
+        case.shape, kind="skewed", swiglu_limit=0.75, gated=gated, device=backend.device
+    )
     dy = random_gradient(inputs)
-    if backend.name not in _baselines:
-        _baselines[backend.name] = run_training(inputs, dy, 1, backend)
-    output, gradients = _baselines[backend.name]
+    key = (backend.name, case.shape)
+    if key not in _baselines:
+        _baselines[key] = run_training(inputs, dy, 1, backend)
+    output, gradients = _baselines[key]
     found, others = run_training(
         inputs,
         dy,

@@ -114,7 +114,7 @@ def test_check_quick_document(capsys):
 def test_check_one_model(capsys):
     code, found = document(capsys, "check", "all", "--model", "olmoe")
     assert code == 0
-    assert all(case["name"].startswith("olmoe") for case in found["cases"])
+    assert all("olmoe" in case["name"] for case in found["cases"])
 
 
 def test_check_covers_every_model_and_the_sizes_that_break_things():
