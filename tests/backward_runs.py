@@ -28,7 +28,9 @@ from mok.runtime.compile import KernelSpec, get_kernel
 from mok.runtime.launch import active_emulator, launch
 from tests.helpers import address, arch_of, kernel, run_token_sum, stream_of
 
-SCALES = ("gate_scales", "up_scales", "down_scales", "x_scales", "hidden_scales")  # of MXFP8
+SCALES = (  # of MXFP8
+    "gate_scales", "up_scales", "down_scales", "x_scales", "hidden_scales", "x_heap_scales",
+)  # fmt: skip
 TIMEOUT_NS = 30_000_000_000
 BF16, FP32 = torch.bfloat16, torch.float32
 
