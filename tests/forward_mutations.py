@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,16 @@ def all_mutations(ptx: str) -> Iterator[Mutation]:
             yield Mutation("delete cluster wait", number, line, "")
 
 
-def name_of(mutation: Mutation, ptx: str) -> str:
-    """What a mutation is called: the kind, which of its kind it is, and the instruction's name."""
-    same = [m.line for m in all_mutations(ptx) if m.kind == mutation.kind]
-    instruction = re.search(r"[a-z][\w.:]*\.[\w.:]+", mutation.old)
-    assert instruction is not None
-    return f"{mutation.kind} {same.index(mutation.line)}: {instruction[0]}"
+def named_mutations(ptx: str) -> dict[str, Mutation]:
+    """All mutations by name: the kind, which of its kind it is, and the instruction."""
+    found: dict[str, Mutation] = {}
+    counts: Counter[str] = Counter()
+    for mutation in all_mutations(ptx):
+        instruction = re.search(r"[a-z][\w.:]*\.[\w.:]+", mutation.old)
+        assert instruction is not None
+        found[f"{mutation.kind} {counts[mutation.kind]}: {instruction[0]}"] = mutation
+        counts[mutation.kind] += 1
+    return found
 
 
 def results(
@@ -118,7 +122,7 @@ def main(build: str, target: Path) -> None:
         found, seen = results(build, None, seed)
         expected.append(found)
         lines |= seen
-    named = {name_of(mutation, ptx): mutation for mutation in all_mutations(ptx)}
+    named = named_mutations(ptx)
     # First all of them on the plain machine, then the adversarial ones for what is left.
     for seeds in (SEEDS[:1], SEEDS[1:]):
         done = read(target)
