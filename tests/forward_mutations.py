@@ -30,22 +30,24 @@ ARCH = "sm_100a"
 SEEDS = (None, *range(19))  # the plain machine first: it takes a third of the time
 # Normal runs take less than a million warp instructions.
 MAX_STEPS = 5_000_000
-# Plain and even seeds: three blocks of few rows on rank 0, whose ring holds one. Odd ones: four blocks with
-# rows in both halves of the pair's tile, a ring of two, another launch.
+# Few stages, so that each is filled again and again.
+STAGES = 2
+# Plain and even seeds: three blocks of few rows on rank 0, whose ring holds one, and one pair that computes.
+# Odd ones: four blocks with rows in both halves of the pair's tile, a ring of two, several pairs.
 CASES = (
     (Shape(16, 128, 64, 6, 2, shared_intermediate_size=64), {"macrobatch": 256, "grid": 16}),
     (Shape(440, 64, 128, 4, 2, shared_intermediate_size=64), {"macrobatch": 512, "grid": 12}),
 )
 BUILDS = {
-    "ring": ({"ep_size": 2, "num_comm_ctas": 2, "num_sms": 6}, {"num_comm_ctas": 4, "num_sms": 8}),
-    "direct": ({"ep_size": 1, "num_sms": 4}, {"num_sms": 6}),
+    "ring": ({"ep_size": 2, "num_comm_ctas": 2, "num_sms": 4}, {"num_comm_ctas": 4, "num_sms": 8}),
+    "direct": ({"ep_size": 1, "num_sms": 2}, {"num_sms": 6}),
 }
 _CLUSTER_WAIT = re.compile(r"\s*barrier\.cluster\.wait")
 
 
 def kernel_ptx(build: str) -> str:
     """PTX of a build's kernel."""
-    return forward_kernel(ARCH, direct=build == "direct").ptx
+    return forward_kernel(ARCH, direct=build == "direct", stages=STAGES).ptx
 
 
 def all_mutations(ptx: str) -> Iterator[Mutation]:
@@ -82,7 +84,9 @@ def results(
     )
     with emulated(ARCH, options["num_sms"], seed, check=True) as emu:
         emu.rewrite, emu.max_steps = rewrite, MAX_STEPS
-        run = ForwardRun(random_case(CASES[which][0]), ARCH, minibatch=256, **options)
+        run = ForwardRun(
+            random_case(CASES[which][0]), ARCH, minibatch=256, stages=STAGES, **options
+        )
         run.launch(0, emu.register)
         lines = emu.report.lines
     saved = run.saved[0]
