@@ -14,6 +14,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from .records import (
     BARRIER_EPOCH,
@@ -21,6 +22,7 @@ from .records import (
     BARRIER_POISONER,
     BARRIER_STATE,
     EXPIRED,
+    MISSING_SHIFT,
     POISONED,
 )
 from .symmetric import peek, peer, signal, wait_reached, word
@@ -40,7 +42,7 @@ class BarrierKernel:
     def __call__(
         self,
         words: Int64,  # symmetric int32 [ranks]: rank 0's address
-        poison: Int64,  # symmetric int32 [1]: rank 0's address
+        poison: Int64,  # symmetric int32 [1]: rank 0's address; see records.poison_value
         epoch: Int64,  # int32 [2], this rank's: the epoch, and the gate of later kernels
         record: Int64,  # int32 [BARRIER_MISSING + ranks], this rank's, host memory
         rank_stride: Int64,  # bytes
@@ -67,9 +69,12 @@ class BarrierKernel:
     ):
         other, _, _ = cute.arch.thread_idx()
         own_poison = peer(poison, rank_stride, rank)
-        poisoner = peek(own_poison)
-        now = peek(epoch) + 1
-        cute.arch.sync_threads()  # all have read the epoch before one thread moves it
+        seen = SmemAllocator().allocate_array(Int32, 2)  # what one thread saw, so that all do the same
+        if other == 0:
+            cute.arch.store(seen, peek(own_poison))
+            cute.arch.store(seen + 1, peek(epoch) + 1)
+        cute.arch.sync_threads()
+        poisoner, now = cute.arch.load(seen, Int32), cute.arch.load(seen + 1, Int32)
         if poisoner == 0:
             if other == 0:
                 cute.arch.store(word(epoch), now)
@@ -86,9 +91,9 @@ class BarrierKernel:
                         cute.arch.store(word(record) + BARRIER_EPOCH, now)
             cute.arch.sync_threads()  # so that every missing rank is noted before the poison spreads
             if not came:
+                cute.arch.store(word(record) + BARRIER_MISSING + other, peek(mine) + 1)
                 if peek(record + 4 * BARRIER_STATE) == EXPIRED:
-                    cute.arch.store(word(record) + BARRIER_MISSING + other, peek(mine) + 1)
-                    poison_all(poison, rank_stride, rank, ranks)
+                    poison_all(poison, rank_stride, rank, ranks, other)
             cute.arch.sync_threads()
             poisoner = peek(own_poison)
         if other == 0 and poisoner != 0:
@@ -98,11 +103,11 @@ class BarrierKernel:
 
 
 @cute.jit
-def poison_all(poison: Int64, rank_stride: Int64, rank: Int32, ranks: Int32):
-    """Make the group's kernels, on every rank, return at entry; waits that spin end."""
+def poison_all(poison: Int64, rank_stride: Int64, rank: Int32, ranks: Int32, missing: Int32):
+    """End all waits of the group, on every rank, and say who waited for whom (``missing``, or -1)."""
     cute.arch.fence_acq_rel_sys()
     for r in cutlass.range(ranks, unroll=1):
-        signal(peer(poison, rank_stride, r), rank + 1)
+        signal(peer(poison, rank_stride, r), rank + 1 + ((missing + 1) << MISSING_SHIFT))
 
 
 @cute.jit
@@ -156,7 +161,7 @@ class WaitKernel:
                     if poisoner == 0:
                         cute.arch.store(word(record) + BARRIER_STATE, Int32(EXPIRED))
                         cute.arch.store(word(record) + BARRIER_EPOCH, target)
-                        poison_all(poison, rank_stride, rank, ranks)
+                        poison_all(poison, rank_stride, rank, ranks, Int32(-1))
             if poisoner != 0:
                 tell_poisoned(record, poisoner, target)
         cute.arch.fence_acq_rel_sys()

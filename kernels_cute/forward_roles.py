@@ -11,13 +11,12 @@ from .epilogue import quantise
 from .epilogue.swiglu import swiglu
 from .gemm.operands import RowSource, Tma
 from .invariant import Invariant
+from .machine import CHUNK_N
 from .megakernel import WARPS, MegaKernel
 from .program import DOWN, END, SHARED_DOWN, SHARED_UP, UP
-from .queue import Entry, next_slot
+from .queue import DSL, Entry, next_slot
 from .sync import int_ptr
 from .tracing import Tracer
-
-CHUNK_N = 64  # columns of a staging buffer
 
 
 class Sources(NamedTuple):
@@ -90,6 +89,7 @@ class Buffers(NamedTuple):
     hidden_scales: Int64  # the same of hidden
     y_ring: Int64  # bf16 [macrobatch, H]
     x_heap: Int64  # rank 0's bf16 [max tokens, H]; rank r's is r*rank_stride further
+    x_heap_scales: Int64  # rank 0's E8M0 [max tokens, H/32] (wire, where x_heap is e4m3)
     slots_heap: Int64  # rank 0's bf16 [max tokens * K, H]
     counters: Int64  # int32
 
@@ -117,8 +117,31 @@ class ForwardRoles(MegaKernel):
 
     entry = Entry
 
+    def program(self, ctx) -> program.Forward:
+        """The task program; each role that needs it makes its own, so that no other role keeps its numbers.
+
+        A launch that the gate stops has no rows and no tokens.
+        """
+        sizes = ctx.sizes
+        rows, tokens = cute.arch.load(ctx.schedule.num_rows, Int32), sizes.tokens
+        if not self.direct:
+            work = sync.goes_on(ctx.watch.gate)
+            rows, tokens = sync.select(work, rows, Int32(0)), sync.select(work, tokens, Int32(0))
+        return program.Forward(
+            rows=rows,
+            tokens=tokens,
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            shared_intermediate=sizes.shared_intermediate,
+            minibatch=sizes.minibatch,
+            macrobatch=sizes.macrobatch,
+            tile=self.tile,
+            ops=DSL,
+            recompute=self.recompute,
+        )
+
     @cute.jit
-    def decode(self, ctx, prog, ticket):
+    def decode(self, ctx, prog, ticket, cursor):
         """The queue entry of a ticket. Tasks without K steps pass loads, MMA and epilogue by."""
         task = prog.task(ticket)
         kind, sizes = task.kind, ctx.sizes
@@ -136,7 +159,8 @@ class ForwardRoles(MegaKernel):
             k_tiles = sync.select(routed, k_size // self.mainloop.SCALED_K, k_tiles)
         k_tiles = sync.select(kind == END, Int32(0), k_tiles)
         ring_block = task.block % prog.ring_blocks
-        return Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
+        entry = Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
+        return entry, cursor
 
     @cute.jit
     def wait_for(self, ctx, prog, entry):
@@ -173,8 +197,9 @@ class ForwardRoles(MegaKernel):
             )  # fmt: skip
 
     @cute.jit
-    def load_role(self, ctx, prog, shared):
+    def load_role(self, ctx, shared):
         """Load the tiles of tasks that can run."""
+        prog = self.program(ctx)
         main, bars, sources, direct = self.mainloop, shared.bars, ctx.sources, self.direct
         sA, sB, rows = shared.sA, shared.sB_half, main.CTA_ROWS
         x = main.partition(sources.x, sA, rows)
@@ -195,7 +220,7 @@ class ForwardRoles(MegaKernel):
             down_scales = main.partition_scales(shared.storage, of.hidden, of.down, of.down)
 
         stage, phase = Int32(0), Int32(0)
-        feed = self.first_task(ctx)
+        feed = self.first_task(ctx, prog)
         kind = Int32(SHARED_UP)
         while kind != END:
             entry, feed = self.next_task(ctx, prog, shared, feed)
@@ -265,6 +290,7 @@ class ForwardRoles(MegaKernel):
         main, bars, queue = self.mainloop, shared.bars, shared.queue
         thread = cute.arch.thread_idx()[0] - self.first_gather_warp * 32
         sA_address = shared.sA.iterator.toint()
+        by_topk = sync.divider(ctx.sizes.topk)
         stage, phase = Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
         kind = Int32(SHARED_UP)
@@ -276,7 +302,7 @@ class ForwardRoles(MegaKernel):
                 first = self.row_tile(entry.block) * main.CTA_ROWS
                 stage, phase = main.gather(
                     bars, sA_address, ctx.sources.x_rows,
-                    ctx.schedule.rows.peer_token_idx + first, ctx.sizes.topk, thread,
+                    ctx.schedule.rows.peer_token_idx + first, by_topk, thread,
                     entry.k_tiles, stage, phase,
                 )  # fmt: skip
             else:
@@ -361,9 +387,11 @@ class ForwardRoles(MegaKernel):
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
         codes = Uint32(0)
         for piece in cutlass.range_constexpr(up_n // mxfp8.BLOCK):
-            gate, up = main.columns(worker, at, 32 * piece, 32 * piece + up_n)
-            values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
-            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 32, 2)]
+            packed = []
+            for first in (32 * piece, 32 * piece + 16):  # half a block: fewer registers
+                gate, up = main.columns(worker, at, first, first + up_n, width=16)
+                values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
+                packed += [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)]
             code = mxfp8.scale_code(mxfp8.magnitude(packed))
             codes = codes | (Uint32(code) << Uint32(8 * piece))
             if cutlass.const_expr(piece == up_n // mxfp8.BLOCK - 1):
@@ -392,26 +420,6 @@ class ForwardRoles(MegaKernel):
         else:
             for c in cutlass.range(chunks, unroll=1):
                 chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
-        return chunk, phase
-
-    def put_chunk(
-        self, shared, worker, at, columns, chunk, phase, formula=lambda value: value, quantised=None
-    ):
-        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result.
-
-        ``quantised`` is applied to the result once it is rounded to BF16.
-        """
-        main, staging = self.mainloop, self.staging
-        sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
-        for piece in range(staging.PIECES):
-            first = [column + piece * main.PIECE for column in columns]
-            values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
-            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
-            if quantised is not None:
-                packed = quantised(packed)
-            chunk, phase = staging.put_packed(
-                packed, shared.stores, sD_row, worker.row, chunk, phase, piece
-            )
         return chunk, phase
 
     @cute.jit
@@ -478,8 +486,9 @@ class ForwardRoles(MegaKernel):
                     )  # fmt: skip
 
     @cute.jit
-    def comm_cta(self, ctx, prog, shared):
+    def comm_cta(self, ctx, shared):
         """Take comm items in order: pull rows into the ring, push finished rows to their slots."""
+        prog = self.program(ctx)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers
@@ -503,7 +512,13 @@ class ForwardRoles(MegaKernel):
                         ctx.tracer.begin()
                 cute.arch.sync_threads()
                 if item.kind == program.DISPATCH:
-                    if cutlass.const_expr(self.mxfp8):
+                    if cutlass.const_expr(self.wire):
+                        comm_mxfp8.pull_quantised_rows(
+                            rows, item.row, count, buffers.x_heap, buffers.x_heap_scales,
+                            sizes.topk, buffers.x_ring, buffers.x_scales, Int32(ring_row),
+                            self.hopper, warp, WARPS,
+                        )  # fmt: skip
+                    elif cutlass.const_expr(self.mxfp8):
                         comm_mxfp8.pull_rows(
                             rows, item.row, count, buffers.x_heap, sizes.topk, buffers.x_ring,
                             buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,
