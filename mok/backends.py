@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ class Backend:
             (CPU)". Printed with every result.
         arch: what the kernel is compiled for; None for the reference.
         device: where the tensors live.
-        note: why there is no kernel, where one might be expected.
+        note: why there is no kernel, or no GPU for it, where one might be expected.
         info: the GPU, for a kernel.
     """
 
@@ -57,7 +57,7 @@ class Backend:
         """Say what runs, and why there is no kernel where there is none."""
         say(f"Running on: {self.name}")
         if self.note:
-            say(f"No kernel: {self.note}")
+            say(f"{'No GPU' if self.kind == 'emulator' else 'No kernel'}: {self.note}")
 
 
 def choose_backend(arch: str | None = None, emulate: bool = False) -> Backend:
@@ -91,6 +91,24 @@ def choose_backend(arch: str | None = None, emulate: bool = False) -> Backend:
         return Backend("reference", "scheduled reference (CPU)", None, cpu, reason)
     device = torch.device("cuda", info.ordinal)
     return Backend("kernel", f"{info.arch} on {info.name}", info.arch, device, "", info)
+
+
+def demo_backend(choice: str = "auto") -> Backend:
+    """What ``mok demo`` runs on: the GPU's kernel, else the same kernel in the emulator, else, without
+    what the emulator needs, the reference. ``choice`` may be "emulator" or "reference" instead."""
+    found = choose_backend()
+    if choice == "reference" or (choice == "auto" and found.kind != "reference"):
+        return found
+    emulated = choose_backend(emulate=True)
+    try:
+        import cutlass  # noqa: F401
+        import numba  # noqa: F401
+    except ImportError as error:
+        if choice == "emulator":
+            raise _no_emulator(error) from error
+        note = f"{found.note} No emulator either: {error}. {EMULATOR_REMEDY}"
+        return replace(found, note=note)
+    return replace(emulated, note=found.note)
 
 
 def require_kernel(arch: str) -> None:
@@ -143,8 +161,12 @@ def prepare_forward(
     backend: Backend,
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
+    progress: Callable[[str, int], None] | None = None,
 ) -> Callable[[], Tensor]:
-    """A function that runs the pass, schedule included, in a workspace that is made once."""
+    """A function that runs the pass, schedule included, in a workspace that is made once.
+
+    ``progress`` is told of the kernel that an emulator runs, and how many warp instructions it has done.
+    """
     lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
     if backend.kind == "reference":
         sizes = (
@@ -153,13 +175,12 @@ def prepare_forward(
             else {}
         )
         return lambda: forward_reference(case, ep_size, tokens_per_rank=lengths, **sizes)
-    prepared = _prepare_kernel(case, lengths, backend, config)
     if backend.kind == "kernel":
-        return prepared
+        return _prepare_kernel(case, lengths, backend, config)
 
     def emulated() -> Tensor:
-        with _emulator(backend.arch):
-            return prepared()
+        with _emulator(backend.arch, progress):  # CPU tensors are only taken inside
+            return _prepare_kernel(case, lengths, backend, config)()
 
     return emulated
 
@@ -236,18 +257,27 @@ def emulated_machine(arch: str | None) -> Machine:
     return Machine("emulator", EMULATED_SMS, arch or KERNEL_ARCHS[0], "ours")
 
 
-def _emulator(arch: str | None) -> contextlib.AbstractContextManager[Any]:
+EMULATOR_REMEDY = (
+    "Install numba and nvidia-cutlass-dsl: pip install mok-cutedsl brings both on Linux"
+)
+
+
+def _no_emulator(error: ImportError) -> MissingDependencyError:
+    return MissingDependencyError(
+        "the emulator needs numba and the kernel language", str(error), EMULATOR_REMEDY
+    )
+
+
+def _emulator(
+    arch: str | None, progress: Callable[[str, int], None] | None = None
+) -> contextlib.AbstractContextManager[Any]:
     machine = emulated_machine(arch)
     try:
         from mok.tools.emulator import Emulator
 
-        return Emulator(machine.arch, num_sms=machine.num_sms)
+        return Emulator(machine.arch, num_sms=machine.num_sms, progress=progress)
     except ImportError as error:
-        raise MissingDependencyError(
-            "the emulator needs numba and the kernel language",
-            str(error),
-            "pip install 'mok-cutedsl[emulator]'",
-        ) from error
+        raise _no_emulator(error) from error
 
 
 def measure_ms(run: Callable[[], Any], backend: Backend, repeats: int = 10) -> float:

@@ -203,7 +203,7 @@ class Checker:
             np.int64(self.shadow[cta.index].ctypes.data),
             flat.ctypes.data,
             np.int64(flat.size),
-            np.int64(race.ASYNC),
+            np.int64(race.ASYNC | race.MMA),
             a.tag,
             a.clock.ctypes.data,
             a.proxy.ctypes.data,

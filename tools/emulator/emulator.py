@@ -120,13 +120,16 @@ class Report:
 class Emulator:
     """Runs functions from ``cute.compile`` on CPU memory while the context is active.
 
-    ``arch``: "sm_90a", "sm_100a" or "sm_103a".  ``num_sms``: SMs of the emulated device.
+    ``arch``: "sm_90a", "sm_100a" or "sm_103a".  ``num_sms``: SMs of each emulated device.
+    ``num_gpus``: devices; ``device(r)`` chooses the one that launches run on, ``register`` says whose
+    a tensor is, and an ordered access to another's memory then needs scope sys.
     ``seed``: None for a plain, fast machine; an int for the adversarial one, whose interleaving
     and asynchronous completions the seed decides.  ``check``: look for data races and reads of
     memory that nothing has written (by default with a seed only: it costs time).  ``max_steps``:
     warp instructions that one launch may take.  ``rewrite``: applied to the PTX before it runs.
     ``timeline``: keep what ``Report.write_timeline`` needs.  ``preempt``: a grid of higher priority
-    that takes SMs while kernels run.  Once ``register`` was called, an
+    that takes SMs while kernels run.  ``progress``: called now and then with the running kernel's name
+    and the warp instructions it has executed.  Once ``register`` was called, an
     access to global memory outside every registered tensor is an error.
 
     Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
@@ -144,6 +147,7 @@ class Emulator:
         rewrite: Callable[[str], str] | None = None,
         timeline: bool = False,
         preempt: Competitor | None = None,
+        progress: Callable[[str, int], None] | None = None,
     ) -> None:
         if arch not in LIMITS:
             raise EmulatorError("the architecture must be emulated", arch, f"use {list(LIMITS)}")
@@ -151,24 +155,38 @@ class Emulator:
         self.num_sms = num_sms or (132 if arch == "sm_90a" else 148)
         self.check = seed is not None if check is None else check
         self.max_steps, self.rewrite, self.timeline = max_steps, rewrite, timeline
-        self.preempt = preempt
+        self.preempt, self.progress = preempt, progress
         self.report = Report(arch, seed)
-        self._ranges: dict[int, int] = {}
+        self.gpu = 0
+        self._ranges: dict[int, tuple[int, int]] = {}  # start: end, GPU
         self._keep: list[Any] = []
         self._stack: contextlib.ExitStack | None = None
         self._globals: dict[tuple[int, str], np.ndarray] = {}
 
-    def register(self, *tensors: Any) -> None:
-        """Declares tensors (torch or numpy, on the CPU) as memory that kernels may access."""
+    @contextlib.contextmanager
+    def device(self, gpu: int) -> Iterator[None]:
+        """Launches inside run on this GPU; what other GPUs' memory needs is checked against it."""
+        if not 0 <= gpu < self.num_gpus:
+            raise EmulatorError(f"the emulator has {self.num_gpus} GPUs, counted from 0", gpu)
+        before, self.gpu = self.gpu, gpu
+        try:
+            yield
+        finally:
+            self.gpu = before
+
+    def register(self, *tensors: Any, gpu: int = 0) -> None:
+        """Declares tensors (torch or numpy, on the CPU) as memory of ``gpu`` that kernels may access."""
+        if not 0 <= gpu < self.num_gpus:
+            raise EmulatorError(f"the emulator has {self.num_gpus} GPUs, counted from 0", gpu)
         for t in tensors:
             if hasattr(t, "untyped_storage"):
                 if t.device.type != "cpu":
                     raise LaunchError("emulated kernels need CPU tensors", t.device)
                 storage = t.untyped_storage()
-                self._ranges[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
+                start, size = storage.data_ptr(), storage.nbytes()
             else:
-                start = t.__array_interface__["data"][0]
-                self._ranges[start] = start + t.nbytes
+                start, size = t.__array_interface__["data"][0], t.nbytes
+            self._ranges[start] = start + size, gpu
             self._keep.append(t)
 
     def register_live(self) -> None:
@@ -212,21 +230,25 @@ class Emulator:
         prepare(program)
         start, cpu = time.perf_counter(), time.process_time()
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
+        ranges = self._merged_ranges(symbols, program)
         machine = Machine(
             program,
             request,
             LIMITS[self.arch],
             self.num_sms,
             dict(handlers()),
-            self._merged_ranges(symbols, program),
+            [(start, end) for start, end, _ in ranges],
             self.seed,
             symbols,
             self.check,
             self.max_steps,
             self.preempt,
+            self.gpu,
+            [gpu for _, _, gpu in ranges],
         )
         if machine.preemption is not None:
             self.report.preemptions.append(machine.preemption)
+        machine.progress = self.progress
         machine.engine.timeline = self.report.events if self.timeline else None
         try:
             machine.run()
@@ -257,11 +279,15 @@ class Emulator:
                 self.report,
             )
 
-    def _merged_ranges(self, symbols: dict[str, int], program: Program) -> list[tuple[int, int]]:
+    def _merged_ranges(
+        self, symbols: dict[str, int], program: Program
+    ) -> list[tuple[int, int, int]]:
+        """Start, end and GPU of everything registered and of the module's variables."""
         if not self._ranges:
             return []
-        extra = [(a, a + program.module.globals[n].size) for n, a in symbols.items()]
-        return sorted([*self._ranges.items(), *extra])
+        sizes = program.module.globals
+        extra = [(a, a + sizes[name].size, self.gpu) for name, a in symbols.items()]
+        return sorted([(a, *rest) for a, rest in self._ranges.items()] + extra)
 
     def _global(self, module: Module, name: str) -> int:
         key = (id(module), name)

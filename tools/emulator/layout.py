@@ -172,7 +172,9 @@ CLUSTER_WORDS: Final = 64
     X_STEP_MEMORY,
     X_STEP_SYNC,
     X_OWNERS,
-) = range(33)
+    X_GPU,
+    X_RANGE_GPUS,
+) = range(35)
 MACHINE_WORDS: Final = 64
 
 # Address windows.  Host addresses stay below 2**56, so these never collide.
@@ -198,6 +200,7 @@ F_UNINIT: Final = 12
 F_RACE: Final = 13
 F_PROXY: Final = 14
 F_EXITED: Final = 15
+F_SCOPE: Final = 16
 
 FAULT_TEXT: Final = {
     F_OOB_SHARED: "shared memory access out of bounds",
@@ -214,6 +217,7 @@ FAULT_TEXT: Final = {
     F_UNINIT: "read of shared memory that nothing has written",
     F_RACE: "data race",
     F_EXITED: "access to the shared memory of a CTA that has exited",
+    F_SCOPE: "an ordered access to another GPU's memory needs scope sys",
     F_PROXY: "asynchronous read of generic writes without fence.proxy.async between",
 }
 

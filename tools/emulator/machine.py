@@ -128,7 +128,10 @@ class Machine(Residency, BulkOps):
         check: bool = False,
         max_steps: int | None = None,
         competitor: Competitor | None = None,
+        gpu: int = 0,
+        range_gpus: list[int] | None = None,
     ) -> None:
+        self.gpu, self.range_gpus = gpu, np.array(range_gpus or [0], dtype=np.int64)
         self.max_steps = max_steps
         self.competitor = competitor
         self.program, self.request, self.limits = program, request, limits
@@ -146,6 +149,7 @@ class Machine(Residency, BulkOps):
         self.idle_rounds = 0
         self.python_calls = 0
         self.warnings: list[str] = []
+        self.progress: Callable[[str, int], None] | None = None
 
     # -- set-up -----------------------------------------------------------------------
 
@@ -243,6 +247,9 @@ class Machine(Residency, BulkOps):
         x[L.X_CODE] = self.program.code.ctypes.data
         x[L.X_EXT] = self.program.ext.ctypes.data
         x[L.X_RANGES], x[L.X_NRANGES] = self.ranges.ctypes.data, len(ranges)
+        x[L.X_GPU] = self.gpu
+        if (self.range_gpus != self.gpu).any():
+            x[L.X_RANGE_GPUS] = self.range_gpus.ctypes.data
         x[L.X_QUANTUM] = 64 if self.seed is not None else 4096
         x[L.X_ADVERSARIAL] = int(self.seed is not None)
         x[L.X_RNG] = ((self.seed or 0) * 0x9E3779B97F4A7C15 + 0x1234567) & (1 << 62) - 1 | 1
@@ -414,6 +421,7 @@ class Machine(Residency, BulkOps):
 
     def pause(self) -> None:
         """Called after many steps without need of Python."""
+        self.show_progress()
         if self.max_steps is not None and self.x[L.X_STEPS] > self.max_steps:
             raise KernelFault(
                 "a launch may not take more steps than allowed",
@@ -422,6 +430,10 @@ class Machine(Residency, BulkOps):
             )
         for _ in range(self.engine.random.randrange(4)):
             self.engine.advance()
+
+    def show_progress(self) -> None:
+        if self.progress is not None:
+            self.progress(self.request.kernel, int(self.x[L.X_STEPS]))
 
     def finish(self) -> None:
         """Called when every CTA has exited."""
@@ -447,6 +459,8 @@ class Machine(Residency, BulkOps):
         pc = int(w.state[L.W_PC])
         op = self.program.pyops[int(self.program.code[pc, L.I_X])]
         self.python_calls += 1
+        if self.python_calls % 256 == 0:
+            self.show_progress()
         assert op.handler is not None
         try:
             if op.handler(self, w, op) is WAIT:
@@ -482,10 +496,7 @@ class Machine(Residency, BulkOps):
     def cluster_done(self, cluster: Cluster) -> None:
         """Called when the last CTA of a cluster has exited."""
         for cta in cluster.ctas:
-            try:
-                check_exit(cta)
-            except EmulatorError as exc:
-                raise KernelFault(exc.rule, exc.value, exc.remedy) from exc
+            check_exit(self, cta)
             if cta.extra.get("tmem"):
                 raise KernelFault(
                     "a CTA must free its TMEM before it exits",

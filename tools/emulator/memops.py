@@ -43,7 +43,7 @@ from mok.tools.emulator.layout import (
     X_EV_MEM,
     X_EXT,
 )
-from mok.tools.emulator.memory import load, resolve, store
+from mok.tools.emulator.memory import load, reaches, resolve, store
 from mok.tools.emulator.numerics import max_f32, min_f32, pair_op
 from mok.tools.emulator.race import COPY, check_access, ordered
 from mok.tools.emulator.syncops import sleep_on
@@ -86,7 +86,7 @@ def op_load(X, W, c, R, m, pc):
         if not (m >> l) & 1:
             continue
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
-        if host == 0:
+        if host == 0 or (poll and not reaches(X, W, host, x >> 20, l)):
             return 2
         if check:
             check_access(X, W, space, ld64(a + 8 * l) + offset, host, size * n, 2 * poll, pc, l)
@@ -139,7 +139,7 @@ def op_store(X, W, c, R, m, pc):
         if not (m >> l) & 1:
             continue
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
-        if host == 0:
+        if host == 0 or (strong and not reaches(X, W, host, x >> 20, l)):
             return 2
         if check:
             addr = ld64(a + 8 * l) + offset
@@ -219,7 +219,7 @@ def op_atomic(X, W, c, R, m, pc):
         if not (m >> l) & 1:
             continue
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
-        if host == 0:
+        if host == 0 or not reaches(X, W, host, x >> 20, l):
             return 2
         if check:
             addr = ld64(a + 8 * l) + offset

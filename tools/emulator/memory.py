@@ -15,6 +15,7 @@ from mok.tools.emulator.layout import (
     F_OOB_GLOBAL,
     F_OOB_LOCAL,
     F_OOB_SHARED,
+    F_SCOPE,
     L_CTA,
     L_SIZE,
     L_SMEM,
@@ -33,8 +34,10 @@ from mok.tools.emulator.layout import (
     W_FAULT_LANE,
     W_LOCAL,
     W_LOCAL_BYTES,
+    X_GPU,
     X_LAST_RANGE,
     X_NRANGES,
+    X_RANGE_GPUS,
     X_RANGES,
 )
 
@@ -117,6 +120,22 @@ def resolve(X, W, space, addr, size, lane):
     if ld64(X + 8 * X_NRANGES) > 0 and not in_ranges(X, addr, size):
         return fault(W, F_OOB_GLOBAL, addr, lane, size)
     return addr
+
+
+@njit
+def reaches(X, W, host, scope, lane):
+    """Whether an ordered access's scope reaches the memory it touches; False records a fault."""
+    gpus = ld64(X + 8 * X_RANGE_GPUS)
+    if gpus == 0 or scope >= 3:
+        return True
+    last = ld64(X + 8 * X_LAST_RANGE)
+    table = ld64(X + 8 * X_RANGES)
+    if host < ld64(table + 16 * last) or host >= ld64(table + 16 * last + 8):
+        return True  # not global memory
+    if ld64(gpus + 8 * last) == ld64(X + 8 * X_GPU):
+        return True
+    fault(W, F_SCOPE, host, lane, scope)
+    return False
 
 
 @njit
