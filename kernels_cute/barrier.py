@@ -5,7 +5,9 @@ of its own array have reached e. The epoch is counted on the device, so a captur
 Words only grow, so nothing is reset and two barriers in a row cannot meet.
 
 A barrier never hangs: on expiry the rank notes who is missing, poisons the whole group and returns. A
-poisoned barrier returns at once, and so do the group's other kernels.
+poisoned barrier returns at once and closes the gate: a word of this rank that later kernels of its stream
+read at entry. They read that and not the poison, which a peer may write while some CTAs have started and
+others have not.
 """
 
 import cuda.bindings.driver as cuda
@@ -19,6 +21,7 @@ from .records import (
     BARRIER_POISONER,
     BARRIER_STATE,
     EXPIRED,
+    MISSING_SHIFT,
     POISONED,
 )
 from .symmetric import peek, peer, signal, wait_reached, word
@@ -38,8 +41,8 @@ class BarrierKernel:
     def __call__(
         self,
         words: Int64,  # symmetric int32 [ranks]: rank 0's address
-        poison: Int64,  # symmetric int32 [1]: rank 0's address
-        epoch: Int64,  # int32 [1], this rank's
+        poison: Int64,  # symmetric int32 [1]: rank 0's address; see records.poison_value
+        epoch: Int64,  # int32 [2], this rank's: the epoch, and the gate of later kernels
         record: Int64,  # int32 [BARRIER_MISSING + ranks], this rank's, host memory
         rank_stride: Int64,  # bytes
         timeout_ns: Int64,
@@ -84,22 +87,23 @@ class BarrierKernel:
                         cute.arch.store(word(record) + BARRIER_EPOCH, now)
             cute.arch.sync_threads()  # so that every missing rank is noted before the poison spreads
             if not came:
+                cute.arch.store(word(record) + BARRIER_MISSING + other, peek(mine) + 1)
                 if peek(record + 4 * BARRIER_STATE) == EXPIRED:
-                    cute.arch.store(word(record) + BARRIER_MISSING + other, peek(mine) + 1)
-                    poison_all(poison, rank_stride, rank, ranks)
+                    poison_all(poison, rank_stride, rank, ranks, other)
             cute.arch.sync_threads()
             poisoner = peek(own_poison)
         if other == 0 and poisoner != 0:
             tell_poisoned(record, poisoner, now)
+            cute.arch.store(word(epoch) + 1, poisoner)
         cute.arch.fence_acq_rel_sys()
 
 
 @cute.jit
-def poison_all(poison: Int64, rank_stride: Int64, rank: Int32, ranks: Int32):
-    """Make the group's kernels, on every rank, return at entry; waits that spin end."""
+def poison_all(poison: Int64, rank_stride: Int64, rank: Int32, ranks: Int32, missing: Int32):
+    """End all waits of the group, on every rank, and say who waited for whom (``missing``, or -1)."""
     cute.arch.fence_acq_rel_sys()
     for r in cutlass.range(ranks, unroll=1):
-        signal(peer(poison, rank_stride, r), rank + 1)
+        signal(peer(poison, rank_stride, r), rank + 1 + ((missing + 1) << MISSING_SHIFT))
 
 
 @cute.jit
@@ -153,7 +157,7 @@ class WaitKernel:
                     if poisoner == 0:
                         cute.arch.store(word(record) + BARRIER_STATE, Int32(EXPIRED))
                         cute.arch.store(word(record) + BARRIER_EPOCH, target)
-                        poison_all(poison, rank_stride, rank, ranks)
+                        poison_all(poison, rank_stride, rank, ranks, Int32(-1))
             if poisoner != 0:
                 tell_poisoned(record, poisoner, target)
         cute.arch.fence_acq_rel_sys()

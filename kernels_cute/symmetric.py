@@ -2,8 +2,10 @@
 
 For kernels of any kind: a rank's copy of a symmetric tensor lies at ``base + rank * stride``, both from
 ``SymmetricTensor.base_address`` and ``.rank_stride`` on the host. Everything here has system scope.
+docs/symmetric.md has a kernel that uses it.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
@@ -26,6 +28,28 @@ def signal(address: Int64, value: Int32) -> None:
     Bulk copies are not: wait for them (``cp_async_bulk_wait_group(0)``) and fence first.
     """
     cute.arch.store(word(address), value, sem="release", scope="sys")
+
+
+@cute.jit
+def copy(target: Int64, source: Int64, nbytes: Int64, thread: Int32, threads: Int32):
+    """Move ``nbytes`` between any two ranks' memory (put or get), by ``threads`` threads together.
+
+    Args:
+        target, source: addresses, multiples of 16; nbytes: a multiple of 16, below 2^35.
+        thread: this thread's number among ``threads``.
+    """
+    for i in cutlass.range(thread, Int32(nbytes >> 4), threads, unroll=1):
+        at = Int64(i) * 16
+        ptx.store_16(target + at, *ptx.load_16(source + at))
+
+
+@cute.jit
+def signal_after_block(address: Int64, value: Int32):
+    """``signal`` once all threads of the block have come here, with what all of them wrote."""
+    cute.arch.fence_acq_rel_sys()
+    cute.arch.sync_threads()
+    if cute.arch.thread_idx()[0] == 0:
+        signal(address, value)
 
 
 def peek(address: Int64) -> Int32:
@@ -56,4 +80,34 @@ def wait_reached(address: Int64, target: Int32, stop: Int64, timeout_ns: Int64) 
         expired = cute.arch.globaltimer() - start > timeout_ns
         waiting = Boolean(not (came or expired or peek(stop) != 0))
     ptx.acquire_sys(address)
+    return came
+
+
+@cute.jit
+def meet(
+    words: Int64,
+    stride: Int64,
+    rank: Int32,
+    ranks: Int32,
+    step: Int32,
+    stop: Int64,
+    timeout_ns: Int64,
+) -> Boolean:
+    """A barrier of one block per rank, of at least ``ranks`` threads; False on a thread whose peer is late.
+
+    For kernels that run on all ranks at once (not on virtual ranks, which run one after another).
+
+    Args:
+        words: symmetric int32 [ranks], zero at first, used by nothing else.
+        step: counts this block's barriers from 1.
+        stop: as for ``wait_reached``.
+    """
+    other = cute.arch.thread_idx()[0]
+    came = Boolean(True)
+    cute.arch.fence_acq_rel_sys()
+    cute.arch.sync_threads()
+    if other < ranks:
+        signal(peer(words, stride, other) + Int64(rank) * 4, step)
+        came = wait_reached(peer(words, stride, rank) + Int64(other) * 4, step, stop, timeout_ns)
+    cute.arch.sync_threads()
     return came

@@ -9,12 +9,14 @@ anything but the token's own values.
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute, select_
 
 from mok.kernels_cute import ptx
+from mok.kernels_cute.sync import goes_on
 
 THREADS = 256
 VECTOR = 8  # BF16 elements in one 16-byte access
+TWO_NANS = 0x7FC07FC0  # BF16
 ROUTES_IN_FLIGHT = 8  # independent 16-byte loads that one thread issues before it uses the first
 
 
@@ -69,6 +71,7 @@ class TokenSumKernel:
         shared_addr: Int64,
         shared_scale_addr: Int64,
         slots_addr: Int64,
+        gate_addr: Int64,
         num_tokens: Int32,
         hidden_size: Int32,
         topk: Int32,
@@ -80,7 +83,8 @@ class TokenSumKernel:
         slots: see the class. What the config does without is not read: any address will do.
 
         Rows are contiguous. out, y and shared start at multiples of 16 bytes; H is a multiple of
-        64; T·H < 2^34. T must be at least 1: the host skips the launch for an empty batch.
+        64; T·H < 2^34. gate: int32 [1], or address 0; where it is not 0 some results never came,
+        and with slots filled by peers (not ``has_index``) the sum is NaN. T must be at least 1: the host skips the launch for an empty batch.
         """
         self.kernel(
             out_addr,
@@ -89,6 +93,7 @@ class TokenSumKernel:
             shared_addr,
             shared_scale_addr,
             slots_addr,
+            gate_addr,
             num_tokens,
             hidden_size,
             topk,
@@ -104,11 +109,15 @@ class TokenSumKernel:
         shared_addr: Int64,
         shared_scale_addr: Int64,
         slots_addr: Int64,
+        gate_addr: Int64,
         num_tokens: Int32,
         hidden_size: Int32,
         topk: Int32,
         num_experts: Int32,
     ):
+        complete = Boolean(True)
+        if cutlass.const_expr(not self.has_index):
+            complete = goes_on(gate_addr)
         row_bytes = Int64(hidden_size) * 2
         vectors_per_row = Uint32(hidden_size >> 3)
         num_vectors = Uint32(num_tokens) * vectors_per_row
@@ -155,10 +164,10 @@ class TokenSumKernel:
                 for u in cutlass.range_constexpr(ROUTES_IN_FLIGHT):
                     if rows[u] >= 0:
                         self.add(acc, scales[u], data[u])
-            ptx.store_16(
-                out_addr + Int64(token) * row_bytes + column,
-                *[ptx.pack_bf16(acc[2 * i], acc[2 * i + 1]) for i in range(VECTOR // 2)],
-            )
+            packed = [ptx.pack_bf16(acc[2 * i], acc[2 * i + 1]) for i in range(VECTOR // 2)]
+            if cutlass.const_expr(not self.has_index):
+                packed = [Uint32(select_(complete, pair, Uint32(TWO_NANS))) for pair in packed]
+            ptx.store_16(out_addr + Int64(token) * row_bytes + column, *packed)
             vector += step
 
     @cute.jit

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mok import processes
 from mok.config import Config, Shape, tile_rows
 from mok.errors import DeviceError, MissingDependencyError
 from mok.models import Machine
@@ -93,22 +94,16 @@ def choose_backend(arch: str | None = None, emulate: bool = False) -> Backend:
     return Backend("kernel", f"{info.arch} on {info.name}", info.arch, device, "", info)
 
 
-def demo_backend(choice: str = "auto") -> Backend:
-    """What ``mok demo`` runs on: the GPU's kernel, else the same kernel in the emulator, else, without
-    what the emulator needs, the reference. ``choice`` may be "emulator" or "reference" instead."""
-    found = choose_backend()
-    if choice == "reference" or (choice == "auto" and found.kind != "reference"):
-        return found
-    emulated = choose_backend(emulate=True)
+def emulated_instead(reference: Backend) -> Backend:
+    """The emulator in place of the reference, where it can run; else the reference, whose note says
+    what is missing."""
     try:
         import cutlass  # noqa: F401
         import numba  # noqa: F401
     except ImportError as error:
-        if choice == "emulator":
-            raise _no_emulator(error) from error
-        note = f"{found.note} No emulator either: {error}. {EMULATOR_REMEDY}"
-        return replace(found, note=note)
-    return replace(emulated, note=found.note)
+        note = f"{reference.note} No emulator either: {error}. {EMULATOR_REMEDY}"
+        return replace(reference, note=note)
+    return replace(choose_backend(emulate=True), note=reference.note)
 
 
 def require_kernel(arch: str) -> None:
@@ -145,14 +140,18 @@ def run_forward(
     *,
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
+    precision: str = "bf16",
 ) -> Tensor:
     """One forward pass over the case's tokens on ``ep_size`` virtual ranks: BF16 [N, H].
+
+    Within ``processes.joined`` and at its size, on its processes instead (collective).
 
     Args:
         config: tunables; ``Config.suggest`` by default. The reference uses its batch sizes.
         tokens_per_rank: how the tokens are split; evenly by default.
+        precision: of the routed experts, "bf16" or "mxfp8".
     """
-    return prepare_forward(case, ep_size, backend, config, tokens_per_rank)()
+    return prepare_forward(case, ep_size, backend, config, tokens_per_rank, precision=precision)()
 
 
 def prepare_forward(
@@ -161,34 +160,56 @@ def prepare_forward(
     backend: Backend,
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+    precision: str = "bf16",
 ) -> Callable[[], Tensor]:
     """A function that runs the pass, schedule included, in a workspace that is made once.
 
-    ``progress`` is told of the kernel that an emulator runs, and how many warp instructions it has done.
+    ``progress``: told by the emulator how many warp instructions the running launch has taken.
     """
     lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
     if backend.kind == "reference":
-        sizes = (
+        sizes: dict[str, Any] = (
             {"minibatch": config.minibatch_size, "macrobatch": config.macrobatch_size}
             if config
             else {}
         )
-        return lambda: forward_reference(case, ep_size, tokens_per_rank=lengths, **sizes)
+        sizes |= {"tokens_per_rank": lengths, "precision": precision}
+        return lambda: forward_reference(case, ep_size, **sizes)
     if backend.kind == "kernel":
-        return _prepare_kernel(case, lengths, backend, config)
+        return _prepare_kernel(case, lengths, backend, config, precision=precision)
+    # A workspace on the CPU exists only for the emulator.
+    with _emulator(backend.arch):
+        prepared = _prepare_kernel(case, lengths, backend, config, precision=precision)
 
     def emulated() -> Tensor:
-        with _emulator(backend.arch, progress):  # CPU tensors are only taken inside
-            return _prepare_kernel(case, lengths, backend, config)()
+        with _emulator(backend.arch, progress):
+            return prepared()
 
     return emulated
 
 
+def run_step(case: Case, dy: Tensor | None, ep_size: int, backend: Backend) -> Tensor:
+    """Forward, and with the output's gradient ``dy`` [N, H] backward, on virtual ranks: BF16 [N, H]."""
+    with machine(backend):
+        return _prepare_kernel(case, case.tokens_per_rank(ep_size), backend, None, dy)()
+
+
+def machine(backend: Backend) -> contextlib.AbstractContextManager[Any]:
+    """What a backend's calls need around them: the emulator, or nothing."""
+    return _emulator(backend.arch) if backend.kind == "emulator" else contextlib.nullcontext()
+
+
 def _prepare_kernel(
-    case: Case, lengths: list[int], backend: Backend, config: Config | None
+    case: Case,
+    lengths: list[int],
+    backend: Backend,
+    config: Config | None,
+    dy: Tensor | None = None,
+    precision: str = "bf16",
 ) -> Callable[[], Tensor]:
     from mok import functional
+    from mok.mxfp8 import mxfp8_quantize
     from mok.runtime.group import Group
 
     ep_size = len(lengths)
@@ -204,6 +225,8 @@ def _prepare_kernel(
     )
     config = config or Config.suggest(shape, backend.info or emulated_machine(backend.arch))
     device = backend.device
+    if (ranks := processes.group()) is not None and ranks.size == ep_size:
+        return processes.prepare_forward(case, lengths, config, device, ranks)
     group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
     workspace = functional.create_workspace(
         config,
@@ -215,13 +238,17 @@ def _prepare_kernel(
         num_experts=shape.num_experts,
         topk=shape.topk,
         shared_intermediate_size=shape.shared_intermediate_size,
+        precision=precision,
     )
     # One entry per rank of this process; with one rank, plain tensors.
     placement = [shape.experts_on(r) for r in range(ep_size)]
     x = case.x.split(lengths)
     ids = case.top_experts.split(lengths)
     weights = case.router_weights.split(lengths)
-    routed = [case.routed[p.start : p.stop] for p in placement]
+    parts = [case.routed[p.start : p.stop] for p in placement]
+    routed: list[list[Any]] = [[part.gate, part.up, part.down] for part in parts]
+    if precision == "mxfp8":
+        routed = [[mxfp8_quantize(w, transposed=False) for w in part] for part in routed]
     shared = case.shared
     shared_weights: tuple[Any, Any, Any] = (
         (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
@@ -230,23 +257,28 @@ def _prepare_kernel(
     def each(values: Sequence[Any]) -> Any:
         return values[0] if ep_size == 1 else list(values)
 
+    gate_up_down: tuple[Any, Any, Any] = tuple(  # type: ignore[assignment]
+        each([weights[i] for weights in routed]) for i in range(3)
+    )
+
     def run() -> Tensor:
         schedule = functional.build_schedule(
             workspace, config, each(ids), num_local_experts=each([len(p) for p in placement])
         )
-        output, _ = functional.forward(
-            config,
-            workspace,
-            schedule,
+        arguments = (
             each(x),
             each(weights),
             *shared_weights,
-            each([r.gate for r in routed]),
-            each([r.up for r in routed]),
-            each([r.down for r in routed]),
-            swiglu_limit=case.swiglu_limit,
-            save_context=False,
+            *gate_up_down,
+            case.swiglu_limit,
         )
+        output, context = functional.forward(
+            config, workspace, schedule, *arguments, save_context=dy is not None
+        )
+        if dy is not None:
+            assert context is not None
+            grads = each(dy.split(lengths))
+            functional.backward(config, workspace, schedule, context, grads, *arguments)
         return output if ep_size == 1 else torch.cat(list(output))
 
     return run
@@ -262,14 +294,8 @@ EMULATOR_REMEDY = (
 )
 
 
-def _no_emulator(error: ImportError) -> MissingDependencyError:
-    return MissingDependencyError(
-        "the emulator needs numba and the kernel language", str(error), EMULATOR_REMEDY
-    )
-
-
 def _emulator(
-    arch: str | None, progress: Callable[[str, int], None] | None = None
+    arch: str | None, progress: Callable[[int], None] | None = None
 ) -> contextlib.AbstractContextManager[Any]:
     machine = emulated_machine(arch)
     try:
@@ -277,7 +303,9 @@ def _emulator(
 
         return Emulator(machine.arch, num_sms=machine.num_sms, progress=progress)
     except ImportError as error:
-        raise _no_emulator(error) from error
+        raise MissingDependencyError(
+            "the emulator needs numba and the kernel language", str(error), EMULATOR_REMEDY
+        ) from error
 
 
 def measure_ms(run: Callable[[], Any], backend: Backend, repeats: int = 10) -> float:

@@ -43,14 +43,20 @@ def call(name: str, *args: Any) -> Any:
     try:
         error, *values = getattr(driver, name)(*args)
     except RuntimeError as problem:  # cuda.pathfinder found no libcuda
-        raise DriverError(
-            "GPU work needs the NVIDIA driver", str(problem), "Install driver 580 or newer."
-        ) from problem
+        raise _no_driver() from problem
     if error != driver.CUresult.CUDA_SUCCESS:
         raise driver_error(name, error)
     if not values:
         return None
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def _no_driver() -> DriverError:
+    return DriverError(
+        "GPU work needs the NVIDIA driver",
+        "no libcuda.so.1 on this machine",
+        "Install driver 580 or newer; a container also needs access to it (docker run --gpus all).",
+    )
 
 
 class DriverCallError(DriverError):
@@ -97,9 +103,7 @@ def current_device() -> int:
     try:
         error, device = driver.cuCtxGetDevice()
     except RuntimeError as problem:
-        raise DriverError(
-            "GPU work needs the NVIDIA driver", str(problem), "Install driver 580 or newer."
-        ) from problem
+        raise _no_driver() from problem
     if error == driver.CUresult.CUDA_SUCCESS:
         return int(device)
     # No context: the CUDA runtime would make device 0 current at its first call, so do the same.

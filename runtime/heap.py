@@ -26,7 +26,8 @@ from mok.runtime.views import tensor_at
 if TYPE_CHECKING:
     import torch
 
-    from mok.runtime.barrier import Barrier
+    from mok.runtime.barrier import Barrier, Waits
+    from mok.runtime.watchdog import Records
 
 ALIGNMENT = 256
 MAX_STRIDE = 1 << 40  # limit of a TMA descriptor's strides
@@ -189,6 +190,8 @@ class Heap:
         self.closed = False
         self._allocator = Allocator()
         self._barrier: Barrier | None = None
+        self._waits: Waits | None = None
+        self._records: Records | None = None
         self._undo: list[Callable[[], None]] = []  # unmappings, newest last
         self._reserved = self.stride * group.size
         agree(group.rendezvous, "the heap's layout", [self.handle_kind, self.stride])
@@ -342,12 +345,20 @@ class Heap:
     ) -> None:
         """Hold a stream until this rank's ``word[index]`` is at least ``value`` (cyclically).
 
-        On a GPU the stream waits without limit and the host does not wait at all; use
-        ``Barrier`` where a limit matters. On the host it waits here, and raises MokTimeoutError.
+        On a GPU only the stream waits; after the time limit (by default the group's) it goes on, and
+        ``check`` raises. On the host it waits here, and raises MokTimeoutError.
         """
         mine = self.group.rank if rank is None else rank
         limit = self.group.timeout_s if timeout_s is None else timeout_s
-        self.memory.wait_word(self._word(word, mine, index), value, self.stream(stream), limit)
+        address = self._word(word, mine, index)
+        if self.memory.kind == "host":
+            self.memory.wait_word(address, value, None, limit)
+            return
+        if self._waits is None:
+            from mok.runtime.barrier import Waits
+
+            self._waits = Waits(self, self._noted())
+        self._waits(address, value, mine, limit, stream)
 
     def barrier(self, stream: Any = None, timeout_s: float | None = None) -> None:
         """A barrier of all ranks' streams, see ``runtime.barrier.Barrier``. ``check`` raises if it
@@ -355,17 +366,23 @@ class Heap:
         self.check_open()
         if self._barrier is None:
             from mok.runtime.barrier import Barrier
-            from mok.runtime.watchdog import Records
 
-            records = Records(self.memory, self.group.size, self.group.local_ranks)
-            self._undo.append(records.close)
-            self._barrier = Barrier(self, records)
+            self._barrier = Barrier(self, self._noted())
         self._barrier(stream, timeout_s)
 
     def check(self) -> None:
-        """Raise what this heap's barriers have noted: MokTimeoutError or GroupError."""
-        if self._barrier is not None:
-            self._barrier.records.check()
+        """Raise what this heap's barriers and waits have noted: MokTimeoutError or GroupError."""
+        if self._records is not None:
+            self._records.check()
+
+    def _noted(self) -> Records:
+        """Where barriers and waits note their expiry."""
+        if self._records is None:
+            from mok.runtime.watchdog import Records
+
+            self._records = Records(self.memory, self.group.size, self.group.local_ranks)
+            self._undo.append(self._records.close)
+        return self._records
 
     def _word(self, word: SymmetricTensor, rank: int, index: int) -> int:
         self.check_open()

@@ -19,6 +19,7 @@ KERNELS = {
     "backward": "mok.kernels_cute.backward.kernel:BackwardKernel",
     "forward": "mok.kernels_cute.forward:ForwardKernel",
     "plan": "mok.kernels_cute.backward.plan_kernel:PlanKernel",
+    "quantise": "mok.kernels_cute.quantise:QuantiseKernel",
     "router_grad": "mok.kernels_cute.router_grad:RouterGradKernel",
     "schedule": "mok.kernels_cute.schedule.build:ScheduleKernel",
     "stage_ids": "mok.kernels_cute.schedule.stage:StageIdsKernel",
@@ -27,9 +28,9 @@ KERNELS = {
 POISON = -987654321  # what output memory holds before a kernel runs
 
 
-def kernel(name: str, arch: str, **config: Hashable) -> Kernel:
-    """A compiled kernel of ``KERNELS``."""
-    return get_kernel(KernelSpec.of(name, arch, KERNELS[name], **config))
+def kernel(name: str, target: str, **config: Hashable) -> Kernel:
+    """A compiled kernel of ``KERNELS`` for architecture ``target``."""
+    return get_kernel(KernelSpec(name, target, KERNELS[name], tuple(sorted(config.items()))))
 
 
 def opcodes(ptx: str) -> Counter[str]:
@@ -78,6 +79,7 @@ def run_schedule(
     num_chunks: int | None = None,
     capacity: int | None = None,
     max_tokens: int | None = None,
+    gate: Tensor | None = None,
 ) -> list[DeviceSchedule]:
     """Stage all ranks' ids and build every rank's schedule on one device (virtual ranks).
 
@@ -86,6 +88,7 @@ def run_schedule(
         arch: what to compile for; by default the device's.
         num_chunks, capacity: instead of the plan's.
         max_tokens: for the plan and the heap; by default the largest T_r.
+        gate: the word that stops the kernel where it is not 0.
     """
     device = torch.device(device)
     arch = arch or arch_of(device)
@@ -152,6 +155,7 @@ def run_schedule(
             block_expert.data_ptr(),
             0 if route_row is None else route_row.data_ptr(),
             errors[rank].data_ptr(),
+            address(gate),
             ep_size,
             num_experts,
             topk,
@@ -207,6 +211,7 @@ def run_token_sum(
     shared_scale: Tensor | None = None,
     arch: str | None = None,
     num_ctas: int | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """out [T, H] from y [rows, H]; exactly one of ids [T, K] and route_row [T·K] is given.
 
@@ -240,6 +245,7 @@ def run_token_sum(
             address(y_shared),
             address(shared_scale),
             slots.data_ptr(),
+            address(gate),
             num_tokens,
             hidden,
             topk,

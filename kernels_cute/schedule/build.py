@@ -38,6 +38,7 @@ class ScheduleKernel:
         block_expert_addr: Int64,
         route_row_addr: Int64,
         record_addr: Int64,
+        gate_addr: Int64,
         ep_size: Int32,
         num_experts: Int32,
         topk: Int32,
@@ -57,7 +58,8 @@ class ScheduleKernel:
         past the padded total are left alone), num_rows [1] (the padded total; upstream calls it
         num_tokens), tokens_per_expert [El], expert_offset [El + 1] (padded), block_expert
         [capacity / tile], and, unless its address is 0, route_row [T, K] (EP = 1 only: the row of
-        each route, −1 for a dropped one). record [8]: see ``plan.RECORD_WORDS``.
+        each route, −1 for a dropped one). record [8]: see ``plan.RECORD_WORDS``. gate [1], or
+        address 0: if not 0, no rank's ids are read and the schedule is empty.
 
         tile is a power of two; 1 ≤ num_chunks ≤ MAX_CHUNKS changes speed only.
         """
@@ -76,6 +78,7 @@ class ScheduleKernel:
             local_addr,
             rank_starts_addr,
             record_addr,
+            gate_addr,
             ep_size,
             num_experts,
             first_expert,

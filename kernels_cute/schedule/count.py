@@ -21,6 +21,7 @@ from mok.kernels_cute.schedule.plan import (
     TILE_ROUTES,
     WARP,
 )
+from mok.kernels_cute.sync import goes_on, select
 
 
 class CountKernel:
@@ -40,6 +41,7 @@ class CountKernel:
         local_addr: Int64,
         rank_starts_addr: Int64,
         record_addr: Int64,
+        gate_addr: Int64,
         ep_size: Int32,
         num_experts: Int32,
         first_expert: Int32,
@@ -61,6 +63,7 @@ class CountKernel:
             local_addr,
             rank_starts_addr,
             record_addr,
+            gate_addr,
             ep_size,
             num_experts,
             first_expert,
@@ -79,6 +82,7 @@ class CountKernel:
         local_addr: Int64,
         rank_starts_addr: Int64,
         record_addr: Int64,
+        gate_addr: Int64,
         ep_size: Int32,
         num_experts: Int32,
         first_expert: Int32,
@@ -97,7 +101,8 @@ class CountKernel:
             histogram[expert] = Int32(0)
             expert += THREADS
         if tid < WARP:
-            self.sum_tokens(rank_starts, num_tokens_addr, rank_stride, ep_size, tid)
+            ranks = select(goes_on(gate_addr), ep_size, Int32(0))
+            self.sum_tokens(rank_starts, num_tokens_addr, rank_stride, (ep_size, ranks), tid)
         cute.arch.sync_threads()
 
         num_tokens = rank_starts[ep_size]
@@ -149,16 +154,18 @@ class CountKernel:
         rank_starts: cute.Pointer,
         num_tokens_addr: Int64,
         rank_stride: Int64,
-        ep_size: Int32,
+        sizes,
         lane: Int32,
     ):
-        """Exclusive prefix of the ranks' token counts, by one warp."""
+        """Exclusive prefix of the token counts of ``sizes[0]`` ranks, by one warp; those past
+        ``sizes[1]`` are not read and count 0."""
+        ep_size, present = sizes
         before = Int32(0)
         base = Int32(0)
         while base < ep_size:
             rank = base + lane
             tokens = ptx.load_if(
-                num_tokens_addr + Int64(rank) * rank_stride, rank < ep_size, Int32(0)
+                num_tokens_addr + Int64(rank) * rank_stride, rank < present, Int32(0)
             )
             through = warp_inclusive_sum(tokens, lane)
             if rank < ep_size:

@@ -24,11 +24,15 @@ NAME = "bench"
 HELP = "time this layer and its peers in one run, and print ratios"
 
 PASSES = ("forward", "backward", "both")
-SUITES = ("default", "quick", "small", "cpu")
+SUITES = ("default", "quick", "small", "unfitted", "cpu")
 SWEEP_EP = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", nargs="?", default="layer", choices=("layer", "links"),
+        help="the layer, or the links between GPUs alone (under torchrun)",
+    )  # fmt: skip
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--shape",
@@ -107,6 +111,10 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         elapsed = time.perf_counter() - begin
         progress.print(f"[{elapsed:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True)
 
+    from mok.tools.bench import ranks_command
+
+    if args.what == "links" or ranks_command.under_torchrun():
+        return ranks_command.run(args, say)
     before = read_document(args.against) if args.against else None
     prepared = prepare(args, say)
     document = measure(args, prepared)
@@ -376,6 +384,10 @@ def finish(args: argparse.Namespace, document: dict[str, Any]) -> None:
 
 def passed(document: dict[str, Any]) -> bool:
     """Ours ran, is right, has the same bits everywhere, and is no slower than the run before."""
+    if "ranks" in document:
+        from mok.tools.bench import ranks_command
+
+        return ranks_command.passed(document)
     ours = [r for r in document["rows"] if r["program"].startswith("mok")]
     right = bool(ours) and all(r["ok"] for r in ours)
     same = all(entry["ok"] for entry in document["bits"])
@@ -385,6 +397,11 @@ def passed(document: dict[str, Any]) -> bool:
 
 
 def show(document: dict[str, Any], console: Console) -> None:
+    if "ranks" in document:
+        from mok.tools.bench import ranks_command
+
+        ranks_command.show(document, console)
+        return
     from mok.tools.bench.tables import document_tables, wide
 
     wide(console).print(document_tables(document))

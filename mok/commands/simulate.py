@@ -23,7 +23,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--gains", action="store_true", help="what each difference from upstream's program gains"
     )
     parser.add_argument(
+        "--push-pull", action="store_true", help="signalling and link use of pushing and pulling"
+    )
+    parser.add_argument(
         "--compare", action="store_true", help="predict all recorded measurements instead"
+    )
+    parser.add_argument(
+        "--bench", metavar="FILE", help="predict the times of ours in a bench.json of mok bench"
     )
     parser.add_argument("--constants", action="store_true", help="show every constant's source")
 
@@ -35,6 +41,11 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
     if args.compare:
         return {"rows": [], "comparisons": compare(progress.print)}
+    if args.bench:
+        from mok.tools.simulator.benched import compare_bench, read, summary
+
+        benched = compare_bench(read(args.bench))
+        return {"rows": [], "benched": benched, "summary": summary(benched)}
     shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
     routing = scenarios.routing_of(args, shape)
     configs = scenarios.configs_of(args, shape, machine)
@@ -59,6 +70,8 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     document |= {"precision": args.precision, "virtual": args.virtual, "rows": rows}
     if args.gains:
         document["gains"] = gains(first.scenario)
+    if args.push_pull:
+        document["push_pull"] = _push_pull(first.scenario)
     constants = constants_of(first.scenario, programs)
     document["constants"] = constants
     document["constants_by_kind"] = dict(Counter(c["kind"] for c in constants))
@@ -66,8 +79,29 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     return document
 
 
+HOT = (1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0)
+LINK_RANKS = 8
+
+
+def _push_pull(scenario: Any) -> dict[str, Any]:
+    import dataclasses
+
+    from mok.tools.simulator.links import imbalance_gain, signalling
+
+    machine = scenario.machine
+    upstream = dataclasses.replace(scenario, program="upstream", direction="forward")
+    return {
+        "signalling_us": {name: s * 1e6 for name, s in signalling(upstream).items()},
+        "ranks": LINK_RANKS,
+        "pull_gain": [
+            {"hot": hot, "gain": imbalance_gain(machine, LINK_RANKS, hot)} for hot in HOT
+        ],
+    }
+
+
 def passed(document: dict[str, Any]) -> bool:
-    return all(c["ok"] for c in document.get("comparisons", []))
+    benched = document.get("summary", {"ok": True})
+    return bool(benched["ok"]) and all(c["ok"] for c in document.get("comparisons", []))
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -75,6 +109,9 @@ def show(document: dict[str, Any], console: Console) -> None:
 
     if "comparisons" in document:
         _show_comparisons(document["comparisons"], console)
+        return
+    if "benched" in document:
+        _show_benched(document, console)
         return
     d = document
     shape = ", ".join(f"{name} {value}" for name, value in d["shape"].items() if value is not None)
@@ -103,6 +140,15 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(f"{title}: {parts}", highlight=False, soft_wrap=True)
     if d.get("gains"):
         _show_gains(d["gains"], console)
+    if d.get("push_pull"):
+        found = d["push_pull"]
+        us = ", ".join(f"{name} {value:.1f} us" for name, value in found["signalling_us"].items())
+        gains = ", ".join(f"{g['hot']:g}: {g['gain']:+.1%}" for g in found["pull_gain"])
+        console.print(f"signalling: {us}", highlight=False, soft_wrap=True)
+        console.print(
+            f"link use of pull over push, {found['ranks']} ranks, by the share of the fullest: {gains}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     kinds = ", ".join(f"{n} {kind}" for kind, n in d["constants_by_kind"].items())
     console.print(f"constants: {kinds} (--constants lists them)", highlight=False, soft_wrap=True)
     if d["show_constants"]:
@@ -123,6 +169,27 @@ def _show_comparisons(rows: list[dict[str, Any]], console: Console) -> None:
             f"{row['error']:+.1%}", limit, row["use"], style=style,
         )  # fmt: skip
     console.print(table)
+
+
+def _show_benched(document: dict[str, Any], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="Measured times of ours and the model's", title_justify="left")
+    for column in ("shape", "EP", "pass", "ms", "model", "error", "use"):
+        table.add_column(column, justify="left" if column in ("shape", "use") else "right")
+    for row in document["benched"]:
+        table.add_row(
+            row["name"], str(row["ep"]), row["pass"], f"{row['ms']:.3f}",
+            f"{row['model_ms']:.3f}", f"{row['error']:+.1%}", row["use"],
+        )  # fmt: skip
+    console.print(table)
+    s = document["summary"]
+    if s["times"]:
+        console.print(
+            f"not fitted: {s['times']} times of {s['shapes']} shapes, median error "
+            f"{s['median']:.1%}, worst {s['worst']:.1%}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def _show_gains(rows: list[dict[str, Any]], console: Console) -> None:

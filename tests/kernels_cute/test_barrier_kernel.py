@@ -46,10 +46,10 @@ class Ranks:
 
     def __init__(self, ranks):
         self.ranks = ranks
-        # Per rank: arrival words, then its poison, its epoch; records apart.
-        self.memory = torch.zeros(ranks, ranks + 2, dtype=torch.int32)
+        # Per rank: arrival words, then its poison, its epoch, its gate; records apart.
+        self.memory = torch.zeros(ranks, ranks + 3, dtype=torch.int32)
         self.record = torch.zeros(R.BARRIER_MISSING + ranks, dtype=torch.int32)
-        self.stride = 4 * (ranks + 2)
+        self.stride = 4 * (ranks + 3)
 
     @property
     def words(self):
@@ -58,6 +58,10 @@ class Ranks:
     @property
     def poison(self):
         return self.memory[:, self.ranks]
+
+    @property
+    def gate(self):
+        return self.memory[:, self.ranks + 2]
 
     def barrier(self, rank, timeout_ns=20_000):
         base = self.memory.data_ptr()
@@ -108,7 +112,7 @@ def test_a_barrier_passes_when_all_have_come(emulator, start):
     ranks.barrier(2)
     assert ranks.memory[2, 6] == now  # counted on the device
     assert ranks.words[:, 2].tolist() == [now] * 5  # announced to all
-    assert not ranks.poison.any() and not ranks.record.any()
+    assert not ranks.poison.any() and not ranks.record.any() and not ranks.gate.any()
 
 
 @pytest.mark.emulator
@@ -120,7 +124,10 @@ def test_missing_ranks_are_noted_and_the_group_is_poisoned(emulator):
     ranks.barrier(39)
     assert ranks.record[: R.BARRIER_MISSING].tolist() == [R.EXPIRED, 8, 0, 0, 0, 0, 0, 0]
     assert ranks.record[R.BARRIER_MISSING :].tolist() == [*range(-23, 9), *[0] * 8]
-    assert ranks.poison.tolist() == [40] * 40
+    (poison,) = set(ranks.poison.tolist())  # by one of the threads whose rank is missing
+    who, missing = R.poisoner(poison)
+    assert who == 39 and 0 <= missing < 32
+    assert ranks.gate.nonzero().tolist() == [[39]]  # its own only: a peer's may be in use
 
 
 @pytest.mark.emulator
@@ -129,6 +136,7 @@ def test_a_poisoned_group_returns_at_once_and_says_who(emulator):
     ranks.poison[1] = 1 + 3
     ranks.barrier(1, timeout_ns=10**15)
     assert ranks.record[:3].tolist() == [R.POISONED, 1, 4]
+    assert ranks.gate.tolist() == [0, 4, 0, 0]
     assert not ranks.words.any() and ranks.memory[1, 5] == 0
 
 
@@ -140,7 +148,7 @@ def test_a_wait_for_a_signal(emulator):
     assert not ranks.record.any() and not ranks.poison.any()
     ranks.wait(1, 2, 7)
     assert ranks.record[:2].tolist() == [R.EXPIRED, 7]
-    assert ranks.poison.tolist() == [2, 2, 2]
+    assert ranks.poison.tolist() == [R.poison_value(1)] * 3
     ranks.record.zero_()
     ranks.wait(2, 0, 1, timeout_ns=10**15)
     assert ranks.record[:3].tolist() == [R.POISONED, 1, 2]

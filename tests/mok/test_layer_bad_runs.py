@@ -87,6 +87,62 @@ def test_a_call_after_a_bad_id_is_not_silent(device):
         assert torch.equal(layer().output, forward_loop(case).bfloat16())
 
 
+@pytest.mark.parametrize("step", ["forward", "recompute", "backward"])
+def test_a_rank_with_a_bad_id_still_takes_part(device, step, monkeypatch):
+    """Its peers wait at the call's barriers, and read what its kernels push: it raises after them."""
+    import mok.runtime.launch as path
+
+    case = exact_case(device)
+    wrong = case.top_experts.clone()
+    wrong[3, 0] = E
+    steps = []
+    with Layer(case, 2, device=device) as layer:
+        workspace, given = layer.workspace, layer.arguments(case)
+        schedule = layer.build_schedule()
+        _, context = functional.forward(SMALL, workspace, schedule, *given)
+        layer.finish()
+        recompute = (*given[:1], *given[2:4], *given[5:7])
+        call = {
+            "forward": lambda s: functional.forward(SMALL, workspace, s, *given),
+            "recompute": lambda s: functional.recompute_forward_context(
+                SMALL, workspace, s, *recompute
+            ),
+            "backward": lambda s: functional.backward(
+                SMALL, workspace, s, context, given[0], *given
+            ),
+        }[step]
+
+        real, barrier = path.launch, workspace.barrier
+        monkeypatch.setattr(
+            path, "launch", lambda k, *a: (steps.append(k.spec.name), real(k, *a))[1]
+        )
+        workspace.barrier = Counted(barrier, steps)
+        call(schedule)
+        whole = list(steps)
+        assert whole.count("barrier") == 2 and len(whole) >= 4
+        schedule = layer.build_schedule(with_routes(case, wrong))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        steps.clear()
+        with refused(RouteError, "token 3", str(E)):
+            call(schedule)
+        assert steps == whole
+
+
+class Counted:
+    """A barrier that notes its calls."""
+
+    def __init__(self, barrier: Any, steps: list[str]) -> None:
+        self._barrier, self._steps = barrier, steps
+
+    def __call__(self, *arguments: Any) -> None:
+        self._steps.append("barrier")
+        self._barrier(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._barrier, name)
+
+
 def test_debug_mode_launches_nothing_for_a_bad_id(device):
     case = exact_case(device)
     wrong = case.top_experts.clone()

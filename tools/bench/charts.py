@@ -125,3 +125,27 @@ def sweep_chart(document: Mapping[str, Any], path: Path) -> Path:
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return path
+
+
+def lines(
+    series: Mapping[str, Sequence[tuple[float, float]]], path: Path, x: str, y: str, title: str
+) -> Path:
+    """One line per entry of ``series``, points (x, y).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    figure, panel = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, points in series.items():
+        panel.plot(*zip(*sorted(points), strict=True), marker="o", ms=4, label=name)
+    panel.set_xlabel(x)
+    panel.set_ylabel(y)
+    panel.set_ylim(bottom=0)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize=8, frameon=False)
+    panel.set_title(title, loc="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

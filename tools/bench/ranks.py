@@ -1,20 +1,19 @@
 """The layer on several GPUs of a host, one process per GPU: same bits as one rank, and how fast.
 
-    torchrun --nproc-per-node 2 -m mok.tools.bench.ranks --json result.json
+    torchrun --nproc-per-node 2 -m mok bench --out FOLDER
 
-Every rank makes the whole problem, runs its share in the group, and the whole on its own GPU at EP = 1:
-outputs and gradients must have the same bits. Times are the maximum over ranks of the mean of back-to-back
-calls, schedule included in forward; FLOP rule 6·T·K·H·I per rank forward, twice that backward.
+Programs take turns in rounds; a window warms up, then runs back to back, and counts as its slowest
+rank. Beside ours: the same rows with all experts on the rank itself (what communication adds), and
+all-to-all over NCCL with ``torch._grouped_mm``. FLOP rule 6·T·K·H·I per rank forward, twice that backward.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
-from collections.abc import Callable
-from pathlib import Path
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,8 +25,18 @@ from mok.config import Config, Shape
 from mok.reference import Case, integer_case, random_case
 from mok.runtime.group import Group
 
-QWEN3 = (8192, 2048, 768, 128, 8)
-MIXTRAL = (8192, 4096, 14336, 8, 2)
+Call = Callable[[], Any]
+PROGRAMS = ("mok", "mok-local", "nccl-torch")
+PASSES = ("forward", "backward")
+
+
+def shapes(size: int) -> dict[str, tuple[int, ...]]:
+    """(T per rank, H, I, E, K) by name, for ``size`` ranks."""
+    return {
+        "Qwen3-30B": (8192, 2048, 768, 128, 8),
+        "Mixtral": (8192, 4096, 14336, 8, 2),
+        "DeepSeek-V3, 32 experts a rank": (8192, 7168, 2048, 32 * size, 8),
+    }
 
 
 class Rank:
@@ -39,6 +48,12 @@ class Rank:
         torch.cuda.set_device(self.device)
         dist.init_process_group("gloo")
         self.group = Group.from_process_group(dist.group.WORLD, self.device)
+        self.nccl = dist.new_group(backend="nccl")
+
+    def close(self) -> None:
+        dist.barrier()
+        self.group.close()
+        dist.destroy_process_group()
 
     def workspace(self, config: Config, group: Group, shape: Shape, max_tokens: int) -> Any:
         return functional.create_workspace(
@@ -53,16 +68,18 @@ class Rank:
             shared_intermediate_size=shape.shared_intermediate_size,
         )
 
-    def share(self, case: Case) -> tuple[Shape, slice, range]:
-        """(shape of the group's call, this rank's tokens, its experts)."""
+    def share(self, case: Case, idle: bool = False) -> tuple[Shape, slice, range]:
+        """(shape of the group's call, this rank's tokens, its experts); ``idle``: the last has no token."""
         lengths = case.tokens_per_rank(self.size)
+        if idle:
+            lengths = [*case.tokens_per_rank(self.size - 1), 0]
         shape = dataclasses.replace(case.shape, ep_size=self.size, num_tokens=max(lengths))
         start = sum(lengths[: self.rank])
         return shape, slice(start, start + lengths[self.rank]), shape.experts_on(self.rank)
 
     def maximum(self, value: float) -> float:
         """The largest of all ranks' values."""
-        seen = torch.tensor([value])
+        seen = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         return float(seen.item())
 
@@ -79,6 +96,9 @@ def arguments(case: Case, tokens: slice, experts: range) -> tuple[Any, ...]:
         routed.up,
         routed.down,
     )
+
+
+# ------------------------------------------------------------------ bits
 
 
 def same_bits(rank: Rank, case: Case) -> dict[str, bool]:
@@ -113,30 +133,19 @@ def same_bits(rank: Rank, case: Case) -> dict[str, bool]:
     }
 
 
-def measure(rank: Rank, sizes: tuple[int, ...], **tunables: int) -> dict[str, Any]:
-    """Milliseconds and TFLOP/s per GPU of forward and backward at ``sizes`` = (T per rank, H, I, E, K)."""
-    T, H, I, E, K = sizes
-    case = random_case(Shape(T * rank.size, H, I, E, K), device=rank.device)
-    shape, tokens, experts = rank.share(case)
-    changes: dict[str, Any] = dict(tunables)
-    config = dataclasses.replace(Config.suggest(shape, rank.device), **changes)
+# ------------------------------------------------------------------ programs
+
+
+@contextmanager
+def ours(
+    rank: Rank, group: Group, case: Case, tokens: slice, experts: range, sizes: Shape, changes: Any
+) -> Iterator[tuple[Call, Call, Config]]:
+    """(forward, backward, config) of a share of ``case`` in ``group``; schedule included in forward."""
+    config = dataclasses.replace(Config.suggest(sizes, rank.device), **changes)
     values = arguments(case, tokens, experts)
     ids = case.top_experts[tokens].contiguous()
     dy = torch.randn_like(values[0])
-
-    def mean_ms(call: Callable[[], Any], repeats: int = 20) -> float:
-        for _ in range(8):
-            call()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.barrier()
-        begin.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        return rank.maximum(begin.elapsed_time(end) / repeats)
-
-    with rank.workspace(config, rank.group, shape, shape.num_tokens) as w:
+    with rank.workspace(config, group, sizes, sizes.num_tokens) as w:
         schedule = functional.build_schedule(w, config, ids)
         _, context = functional.forward(config, w, schedule, *values)
         assert context is not None
@@ -145,64 +154,136 @@ def measure(rank: Rank, sizes: tuple[int, ...], **tunables: int) -> dict[str, An
             now = functional.build_schedule(w, config, ids)
             functional.forward(config, w, now, *values, save_context=False)
 
-        forward_ms = mean_ms(forward)
-        backward_ms = mean_ms(
-            lambda: functional.backward(config, w, schedule, context, dy, *values)
-        )
+        def backward() -> None:
+            functional.backward(config, w, schedule, context, dy, *values)
+
+        yield forward, backward, config
+        torch.cuda.synchronize()
         w.check()
-    flops = 6e-9 * T * K * H * I
-    return {
-        "shape": sizes,
-        "config": dataclasses.asdict(config),
-        "forward_ms": forward_ms,
-        "forward_tflops": flops / forward_ms,
-        "backward_ms": backward_ms,
-        "backward_tflops": 2 * flops / backward_ms,
-    }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--comm-sms", default="12,16,20,24,32", help="to sweep on Qwen3-30B")
-    options = parser.parse_args()
-    rank = Rank()
-    device = torch.device(rank.device)
+def local_case(case: Case, experts: range) -> Case:
+    """A rank's rows with every expert at home: the ids of all tokens folded onto its own experts."""
+    ids = case.top_experts
+    folded = torch.where(ids < 0, ids, ids % len(experts))
+    return dataclasses.replace(
+        case, top_experts=folded, routed=case.routed[experts.start : experts.stop]
+    )
 
-    def say(*words: Any) -> None:
-        if rank.rank == 0:
-            print(*words, flush=True)
 
-    say(f"{rank.size} x {torch.cuda.get_device_name(device)}, torch {torch.__version__}")
-    bits = {
-        "integer (1001, 512, 320, 16, 4, shared 192)": same_bits(
-            rank, integer_case(Shape(1001, 512, 320, 16, 4, 1, 192), device=device)
-        ),
-        "random (8192, 2048, 768, 128, 8)": same_bits(
-            rank, random_case(Shape(*QWEN3), device=device)
-        ),
-    }
-    ok = rank.maximum(float(not all(all(b.values()) for b in bits.values()))) == 0
-    say("same bits as EP = 1:", ok, bits)
-    rows = []
-    sweep = [int(v) for v in options.comm_sms.split(",")]
-    runs = [(QWEN3, dict(fwd_num_comm_sms=n, bwd_num_comm_sms=n)) for n in sweep]
-    runs += [(MIXTRAL, dict(fwd_num_comm_sms=n, bwd_num_comm_sms=n)) for n in (6, 8)]
-    for sizes, tunables in runs:
-        row = measure(rank, sizes, **tunables)
-        rows.append(row)
-        say(
-            f"{sizes} comm SMs {tunables['fwd_num_comm_sms']}:"
-            f" forward {row['forward_ms']:.3f} ms {row['forward_tflops']:.0f} TFLOP/s/GPU,"
-            f" backward {row['backward_ms']:.3f} ms {row['backward_tflops']:.0f}"
-        )
-    if options.json and rank.rank == 0:
-        options.json.write_text(json.dumps({"ranks": rank.size, "bits": bits, "rows": rows}))
+@contextmanager
+def made(
+    name: str, rank: Rank, case: Case, idle: bool, changes: dict[str, Any]
+) -> Iterator[tuple[Call, Call, Config | None]]:
+    """A program ready to be called."""
+    shape, tokens, experts = rank.share(case, idle)
+    if name == "mok":
+        with ours(rank, rank.group, case, tokens, experts, shape, changes) as found:
+            yield found
+    elif name == "mok-local":
+        alone = dataclasses.replace(shape, ep_size=1, num_experts=len(experts))
+        group = Group.single(rank.device)
+        local = local_case(case, experts)
+        every = range(len(experts))
+        with ours(rank, group, local, tokens, every, alone, {}) as found:
+            yield found
+    else:
+        from mok.tools.bench.programs.nccl_torch import NcclTorch
+
+        routed = case.routed[experts.start : experts.stop]
+        layer = NcclTorch(routed.gate, routed.up, routed.down, case.shape.num_experts, rank.nccl)
+        x = case.x[tokens].detach().requires_grad_()
+        weights = case.router_weights[tokens].detach().requires_grad_()
+        ids = case.top_experts[tokens].contiguous()
+        dy = torch.randn_like(x)
+        output = layer(x, weights, ids)
+
+        def forward() -> None:
+            with torch.no_grad():
+                layer(x, weights, ids)
+
+        def backward() -> None:
+            leaves = (x, weights, layer.gate_up, layer.down)
+            torch.autograd.grad(output, leaves, dy, retain_graph=True)
+
+        yield forward, backward, None
+
+
+def window(rank: Rank, call: Call, warm_ms: float, run_ms: float) -> float:
+    """Milliseconds of a call in the steady regime: the slowest rank's mean."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    once = max(rank.maximum(begin.elapsed_time(end)), 1e-3)
+    warm, run = (max(2, int(ms / once)) for ms in (warm_ms, run_ms))
     dist.barrier()
-    rank.group.close()
-    dist.destroy_process_group()
-    return 0 if ok else 1
+    for _ in range(warm):
+        call()
+    begin.record()
+    for _ in range(run):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return rank.maximum(begin.elapsed_time(end) / run)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def measure(
+    rank: Rank,
+    sizes: Sequence[int],
+    programs: Sequence[str] = PROGRAMS,
+    kind: str = "random",
+    idle: bool = False,
+    rounds: int = 2,
+    warm_ms: float = 80.0,
+    run_ms: float = 160.0,
+    **changes: int,
+) -> list[dict[str, Any]]:
+    """Rows of results of one shape, (T per rank, H, I, E, K); programs take turns.
+
+    ``kind``: routing, as in ``mok.reference.routing``. ``idle``: the last rank has no token, the others
+    share them. ``changes``: tunables of ours, instead of those suggested.
+    """
+    T, H, I, E, K = sizes
+    case = random_case(Shape(T * rank.size, H, I, E, K), kind=kind, device=rank.device)
+    flops = 6e-9 * T * K * H * I
+    times: dict[tuple[str, str], list[float]] = {}
+    configs: dict[str, Any] = {}
+    for _ in range(rounds):
+        for name in programs:
+            with made(name, rank, case, idle, changes) as (forward, backward, config):
+                configs[name] = config
+                for pass_name, call in zip(PASSES, (forward, backward), strict=True):
+                    ms = window(rank, call, warm_ms, run_ms)
+                    times.setdefault((name, pass_name), []).append(ms)
+            torch.cuda.empty_cache()
+    rows = []
+    for (name, pass_name), found in times.items():
+        ms = statistics.median(found)
+        rows.append(
+            {
+                "shape": list(sizes), "routing": kind, "idle_rank": idle, "program": name,
+                "pass": pass_name, "ms": ms, "spread": (max(found) - min(found)) / ms,
+                "tflops": flops * (1 if pass_name == "forward" else 2) / ms,
+                "config": dataclasses.asdict(configs[name]) if configs[name] else None,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def exposed(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Share of our time beyond that of the same rows at home, by pass."""
+    ms = {(r["program"], r["pass"]): r["ms"] for r in rows}
+    return {p: 1 - ms["mok-local", p] / ms["mok", p] for p in PASSES if ("mok-local", p) in ms}
+
+
+def bits(rank: Rank) -> dict[str, dict[str, bool]]:
+    """An integer layer with unequal token counts and a shared expert, and a random Qwen3 layer."""
+    device = rank.device
+    integer = integer_case(Shape(1001, 512, 320, 16, 4, 1, 192), device=device)
+    random = random_case(Shape(*shapes(1)["Qwen3-30B"]), device=device)
+    return {
+        "integer (1001, 512, 320, 16, 4, shared 192)": same_bits(rank, integer),
+        "random (8192, 2048, 768, 128, 8)": same_bits(rank, random),
+    }

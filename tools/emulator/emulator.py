@@ -1,6 +1,9 @@
 """The emulator as users see it: a context in which compiled functions run on the CPU."""
 
 import contextlib
+import ctypes
+import functools
+import itertools
 import json
 import sys
 import time
@@ -53,6 +56,7 @@ def prepare(program: Program) -> None:
     from mok.tools.emulator import alu_table, interp
     from mok.tools.emulator.jit import compiling
 
+    use_one_blas_thread()
     parts = [interp.run_grid, interp.step_memory, interp.step_sync]
     parts += alu_table.entries(program.operations)
     if all(p.loaded for p in parts):
@@ -67,6 +71,19 @@ def prepare(program: Program) -> None:
             part.load()
         if missing:
             print(f" {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def use_one_blas_thread() -> None:
+    """Tells numpy's OpenBLAS to stay in this thread: the matrices here are small, and its threads spin
+    while they wait, which on a busy machine costs twenty times what they compute."""
+    for path in Path(np.__file__).parents[1].glob("numpy.libs/lib*openblas*"):
+        library = ctypes.CDLL(str(path))
+        for prefix, suffix in itertools.product(("scipy_", ""), ("64_", "_64", "")):
+            function = getattr(library, f"{prefix}openblas_set_num_threads{suffix}", None)
+            if function is not None:
+                function(1)
+                break
 
 
 @dataclass
@@ -127,9 +144,9 @@ class Emulator:
     and asynchronous completions the seed decides.  ``check``: look for data races and reads of
     memory that nothing has written (by default with a seed only: it costs time).  ``max_steps``:
     warp instructions that one launch may take.  ``rewrite``: applied to the PTX before it runs.
-    ``timeline``: keep what ``Report.write_timeline`` needs.  ``preempt``: a grid of higher priority
-    that takes SMs while kernels run.  ``progress``: called now and then with the running kernel's name
-    and the warp instructions it has executed.  Once ``register`` was called, an
+    ``timeline``: keep what ``Report.write_timeline`` needs.  ``progress``: called now and then with
+    the warp instructions that the running launch has taken so far.  ``preempt``: a grid of higher
+    priority that takes SMs while kernels run.  Once ``register`` was called, an
     access to global memory outside every registered tensor is an error.
 
     Raises LaunchError before a launch that the device cannot run, UnsupportedInstruction for
@@ -146,8 +163,8 @@ class Emulator:
         max_steps: int | None = None,
         rewrite: Callable[[str], str] | None = None,
         timeline: bool = False,
+        progress: Callable[[int], None] | None = None,
         preempt: Competitor | None = None,
-        progress: Callable[[str, int], None] | None = None,
     ) -> None:
         if arch not in LIMITS:
             raise EmulatorError("the architecture must be emulated", arch, f"use {list(LIMITS)}")
@@ -155,7 +172,8 @@ class Emulator:
         self.num_sms = num_sms or (132 if arch == "sm_90a" else 148)
         self.check = seed is not None if check is None else check
         self.max_steps, self.rewrite, self.timeline = max_steps, rewrite, timeline
-        self.preempt, self.progress = preempt, progress
+        self.progress = progress
+        self.preempt = preempt
         self.report = Report(arch, seed)
         self.gpu = 0
         self._ranges: dict[int, tuple[int, int]] = {}  # start: end, GPU
@@ -246,9 +264,9 @@ class Emulator:
             self.gpu,
             [gpu for _, _, gpu in ranges],
         )
+        machine.progress = self.progress
         if machine.preemption is not None:
             self.report.preemptions.append(machine.preemption)
-        machine.progress = self.progress
         machine.engine.timeline = self.report.events if self.timeline else None
         try:
             machine.run()

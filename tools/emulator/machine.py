@@ -133,6 +133,7 @@ class Machine(Residency, BulkOps):
     ) -> None:
         self.gpu, self.range_gpus = gpu, np.array(range_gpus or [0], dtype=np.int64)
         self.max_steps = max_steps
+        self.progress: Callable[[int], None] | None = None
         self.competitor = competitor
         self.program, self.request, self.limits = program, request, limits
         self.num_sms = num_sms
@@ -149,7 +150,6 @@ class Machine(Residency, BulkOps):
         self.idle_rounds = 0
         self.python_calls = 0
         self.warnings: list[str] = []
-        self.progress: Callable[[str, int], None] | None = None
 
     # -- set-up -----------------------------------------------------------------------
 
@@ -404,6 +404,8 @@ class Machine(Residency, BulkOps):
             if self.rival is not None:
                 self.place_clusters()
             result = interp.run_grid(address, turn)
+            if self.progress is not None:
+                self.progress(int(self.x[L.X_STEPS]))
             if result == L.R_PY:
                 if self._python(self.warps[int(self.x[L.X_CURRENT])]):
                     self.idle_rounds = 0
@@ -421,7 +423,6 @@ class Machine(Residency, BulkOps):
 
     def pause(self) -> None:
         """Called after many steps without need of Python."""
-        self.show_progress()
         if self.max_steps is not None and self.x[L.X_STEPS] > self.max_steps:
             raise KernelFault(
                 "a launch may not take more steps than allowed",
@@ -430,10 +431,6 @@ class Machine(Residency, BulkOps):
             )
         for _ in range(self.engine.random.randrange(4)):
             self.engine.advance()
-
-    def show_progress(self) -> None:
-        if self.progress is not None:
-            self.progress(self.request.kernel, int(self.x[L.X_STEPS]))
 
     def finish(self) -> None:
         """Called when every CTA has exited."""
@@ -459,8 +456,6 @@ class Machine(Residency, BulkOps):
         pc = int(w.state[L.W_PC])
         op = self.program.pyops[int(self.program.code[pc, L.I_X])]
         self.python_calls += 1
-        if self.python_calls % 256 == 0:
-            self.show_progress()
         assert op.handler is not None
         try:
             if op.handler(self, w, op) is WAIT:

@@ -10,35 +10,60 @@ from typing import Any
 from mok.errors import MokError
 from mok.runtime.trace import Event, Trace
 
-FORMAT = "mok-trace-1"
+FORMAT = "mok-trace-2"
+
+
+LANES = 8  # threads per SM
 
 
 def to_perfetto(traces: Sequence[Trace]) -> dict[str, Any]:
-    """One process per trace, one thread per SM, one slice per task; microseconds."""
+    """One process per trace, one slice per task; microseconds.
+
+    Tasks of an SM overlap (the next one loads while the last one's results leave), which slices of a
+    thread must not: an SM has as many threads as tasks at once.
+    """
     found: list[dict[str, Any]] = []
     for pid, trace in enumerate(traces):
         found.append(_name("process_name", pid, 0, trace.source))
         roles = {e.sm: e.role for e in trace.events}
-        found += [_name("thread_name", pid, sm, f"SM {sm} {roles[sm]}") for sm in sorted(roles)]
+        lanes: dict[int, list[float]] = {}  # per SM, when each of its threads is free
         for e in trace.events:
+            lane = _lane(lanes.setdefault(e.sm, []), e)
             found.append(
                 {
                     "ph": "X",
                     "name": e.kind,
                     "cat": e.role,
                     "pid": pid,
-                    "tid": e.sm,
+                    "tid": e.sm * LANES + lane,
                     "ts": round(e.begin * 1e6, 4),
                     "dur": round((e.end - e.begin) * 1e6, 4),
-                    "args": {"minibatch": e.minibatch, "ticket": e.ticket},
+                    "args": {name: getattr(e, name) for name in ARGUMENTS},
                 }
             )
+        for sm in sorted(lanes):
+            for lane in range(len(lanes[sm])):
+                name = f"SM {sm} {roles[sm]}" + (f" +{lane}" if lane else "")
+                found.append(_name("thread_name", pid, sm * LANES + lane, name))
     notes = [{"source": t.source, "lost": t.lost, **t.notes} for t in traces]
     return {
         "traceEvents": found,
         "displayTimeUnit": "ns",
         "otherData": {"format": FORMAT, "traces": notes},
     }
+
+
+ARGUMENTS = ("sm", "minibatch", "ticket", "expert", "block", "n")
+
+
+def _lane(free: list[float], event: Event) -> int:
+    """The first thread of the event's SM that is free when it begins; it then holds the event."""
+    for lane, end in enumerate(free):
+        if end <= event.begin or lane == LANES - 1:
+            free[lane] = max(end, event.end)
+            return lane
+    free.append(event.end)
+    return len(free) - 1
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -68,7 +93,7 @@ def read_perfetto(path: Path) -> list[Trace]:
         if e["ph"] == "X":
             begin = e["ts"] * 1e-6
             events[e["pid"]].append(
-                Event(e["name"], e["cat"], e["tid"], begin, begin + e["dur"] * 1e-6, **e["args"])
+                Event(e["name"], e["cat"], begin=begin, end=begin + e["dur"] * 1e-6, **e["args"])
             )
     traces = []
     for notes, found in zip(other["traces"], events, strict=True):

@@ -1,0 +1,1 @@
+"""What the links between GPUs give our transfers: ``mok bench links``."""
