@@ -1,6 +1,7 @@
 """One launch on the emulated device: state arrays, CTA residency and the Python side of a run."""
 
 import ctypes
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -131,6 +132,7 @@ class Machine(Residency, BulkOps):
         gpu: int = 0,
         range_gpus: list[int] | None = None,
     ) -> None:
+        self.check = check
         self.gpu, self.range_gpus = gpu, np.array(range_gpus or [0], dtype=np.int64)
         self.max_steps = max_steps
         self.progress: Callable[[int], None] | None = None
@@ -229,6 +231,7 @@ class Machine(Residency, BulkOps):
         num_warps = num_ctas * warps_per_cta
         self.warps_per_cta = warps_per_cta
         rows = self.program.num_rows
+        self._check_memory(num_ctas, num_warps)
         self.template = np.zeros((rows, 32), dtype=np.int64)
         for row, value in self.program.constants:
             self.template[row] = value - (1 << 64) if value >> 63 else value
@@ -285,6 +288,19 @@ class Machine(Residency, BulkOps):
             )
             for s in range(slots)
         ]
+
+    def _check_memory(self, num_ctas: int, num_warps: int) -> None:
+        """Raises LaunchError when this machine cannot hold the resident CTAs."""
+        shared = SMEM_RESERVED + self.smem_bytes
+        shadow = 16 * shared if self.check else 0
+        need = num_ctas * (shared + shadow) + num_warps * 256 * self.program.num_rows
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if need > 0.8 * have:
+            raise LaunchError(
+                "the resident CTAs must fit this machine's memory",
+                f"{num_ctas} CTAs need {need >> 20} MiB of {have >> 20} MiB",
+                "give the emulator fewer SMs, or the kernel a smaller grid",
+            )
 
     # -- CTA life ---------------------------------------------------------------------
 

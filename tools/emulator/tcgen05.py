@@ -85,6 +85,8 @@ def op_alloc(machine: Machine, w: Warp, op: Any) -> Any:
         raise EmulatorError("no allocation may follow relinquish_alloc_permit", w.cta.coords)
     start = tmem_of(machine, w.cta).allocate(w.cta, columns)
     if start is None:
+        taken = sum(o is not None for o in tmem_of(machine, w.cta).owner)
+        w.wait = f"{columns} columns of tensor memory: {taken} of {COLUMNS} columns are taken"
         return WAIT
     if machine.checker is not None:
         machine.checker.tmem_clear(sm_of(machine, w.cta), start, columns)

@@ -44,7 +44,7 @@ def dynamic(tensor):
     return from_dlpack(tensor, assumed_align=16).mark_layout_dynamic(leading)
 
 
-def run(arch, gemm, a, b, d, epilogue, seed, varlen=None, more=()):
+def run(arch, gemm, a, b, d, epilogue, seed, varlen=None, more=(), check=True):
     """Compiles and runs a kernel with a cluster per tile; the checkers must be silent."""
     from cutlass.cute.runtime import make_fake_compact_tensor
     from quack.tile_scheduler import TileSchedulerOptions
@@ -55,7 +55,7 @@ def run(arch, gemm, a, b, d, epilogue, seed, varlen=None, more=()):
         kind = make_fake_compact_tensor(
             cutlass.BFloat16, shape, stride_order=(1, 0), assumed_align=16
         )
-    with Emulator(arch, num_sms=SMS, seed=seed, check=True) as emulator:
+    with Emulator(arch, num_sms=SMS, seed=seed, check=check) as emulator:
         emulator.register(a, b, d, *more)
         args = (
             dynamic(a),
@@ -73,6 +73,7 @@ def run(arch, gemm, a, b, d, epilogue, seed, varlen=None, more=()):
         compiled = cute.compile[cute.GPUArch(arch), cute.GenerateLineInfo](gemm, first, *args[1:])
         compiled(*args)
     assert not emulator.report.findings
+    return emulator.report
 
 
 def make(kernel, tile, cluster, **options):
@@ -100,6 +101,17 @@ def test_dense(quack, arch, shape, tile, cluster, options, seed):
     kernel = quack.GemmDefaultSm90 if arch == "sm_90a" else quack.GemmDefaultSm100
     run(arch, make(kernel, tile, cluster, **options), a, b, d, kernel.EpilogueArguments(), seed)
     assert torch.equal(d[0], (a[0].float() @ b[0].float().T).bfloat16())
+
+
+def test_speed(quack):
+    """A GEMM 256³ takes 1.5 s of one core at most, translation included, once the parts are compiled."""
+    a, b = integers(1, 256, 256), integers(1, 256, 256, seed=1)
+    d = torch.zeros(1, 256, 256, dtype=torch.bfloat16)
+    kernel = quack.GemmDefaultSm90
+    gemm = make(kernel, (128, 128), (1, 1, 1))
+    report = run("sm_90a", gemm, a, b, d, kernel.EpilogueArguments(), None, check=False)
+    assert torch.equal(d[0], (a[0].float() @ b[0].float().T).bfloat16())
+    assert sum(r.cpu_seconds for r in report.launches) <= 1.5
 
 
 VARLEN = [  # arch, rows per expert, (n, k), gather, tile, cluster
