@@ -29,6 +29,7 @@ from mok.tools.emulator.asyncops import TimelineEvent
 from mok.tools.emulator.checkers import Finding
 from mok.tools.emulator.encode import Encoder, Program
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
+from mok.tools.emulator.gpus import run_together
 from mok.tools.emulator.intercept import Interceptor, LaunchRequest
 from mok.tools.emulator.machine import LIMITS, Machine
 from mok.tools.emulator.ptx_parser import Module, parse
@@ -176,6 +177,7 @@ class Emulator:
         self.preempt = preempt
         self.report = Report(arch, seed)
         self.gpu = 0
+        self._queues: dict[int, list[Machine]] | None = None
         self._ranges: dict[int, tuple[int, int]] = {}  # start: end, GPU
         self._keep: list[Any] = []
         self._stack: contextlib.ExitStack | None = None
@@ -243,7 +245,7 @@ class Emulator:
         compiled(*args)
 
     def run_ptx(self, ptx: str, request: LaunchRequest) -> None:
-        """Runs one kernel of a PTX module."""
+        """Runs one kernel of a PTX module, or puts it into its GPU's queue inside ``concurrent``."""
         program = translate(ptx, request.kernel)
         prepare(program)
         start, cpu = time.perf_counter(), time.process_time()
@@ -268,23 +270,57 @@ class Emulator:
         if machine.preemption is not None:
             self.report.preemptions.append(machine.preemption)
         machine.engine.timeline = self.report.events if self.timeline else None
+        if self._queues is not None:
+            self._queues.setdefault(self.gpu, []).append(machine)
+            return
         try:
             machine.run()
         except KernelFault as exc:
+            raise self._failed(exc, [machine]) from None
+        self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
+
+    @contextlib.contextmanager
+    def concurrent(self) -> Iterator[None]:
+        """Launches inside run at the end, those of different GPUs at the same time.
+
+        Races between GPUs are not looked for, but with a seed their effects are: stores to another
+        GPU's memory that no release or fence of scope sys has ordered arrive late, in any order.
+        """
+        self._queues = {}
+        try:
+            yield
+            queues, start = list(self._queues.values()), time.perf_counter()
+        finally:
+            self._queues = None
+        machines = [m for queue in queues for m in queue]
+        cpu = time.process_time()
+        try:
+            run_together(queues, self.seed)
+        except KernelFault as exc:
+            raise self._failed(exc, machines) from None
+        for machine in machines:  # the time of all of them
+            self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
+
+    def _failed(self, fault: KernelFault, machines: list[Machine]) -> KernelFault:
+        """Adds what the machines have found to the report, and the report to the fault."""
+        for machine in machines:
             self.report.findings.extend(machine.findings())
-            self.report.faults.append(str(exc))
-            exc.report = self.report
-            raise
+        self.report.faults.append(str(fault))
+        fault.report = self.report
+        return fault
+
+    def _finished(self, machine: Machine, seconds: float, cpu_seconds: float) -> None:
+        """Records a launch.  Raises KernelFault when the checkers found something in it."""
         self.report.lines |= machine.lines()
         self.report.warnings += [t for t in machine.warnings if t not in self.report.warnings]
         found = machine.findings()
         self.report.findings.extend(found)
         self.report.launches.append(
             LaunchRecord(
-                request.kernel,
-                request.grid,
-                time.perf_counter() - start,
-                time.process_time() - cpu,
+                machine.request.kernel,
+                machine.request.grid,
+                seconds,
+                cpu_seconds,
                 int(machine.x[L.X_STEPS]),
                 machine.python_calls,
             )

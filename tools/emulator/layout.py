@@ -174,8 +174,12 @@ CLUSTER_WORDS: Final = 64
     X_OWNERS,
     X_GPU,
     X_RANGE_GPUS,
-) = range(35)
+    X_LATE,
+) = range(36)
 MACHINE_WORDS: Final = 64
+
+# Stores to another GPU's memory that it does not see yet: their count, then address, bytes and value.
+LATE_STORES: Final = 256
 
 # Address windows.  Host addresses stay below 2**56, so these never collide.
 SHARED_BASE: Final = 1 << 56

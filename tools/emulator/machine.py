@@ -15,6 +15,7 @@ from mok.tools.emulator.asyncops import AsyncEngine, BulkOps
 from mok.tools.emulator.checkers import Checker, Finding
 from mok.tools.emulator.encode import Program, PyOp
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
+from mok.tools.emulator.gpus import LateStores
 from mok.tools.emulator.intercept import LaunchRequest
 from mok.tools.emulator.registers import check_exit, check_registers
 from mok.tools.emulator.residency import Competitor, Residency
@@ -133,6 +134,7 @@ class Machine(Residency, BulkOps):
         range_gpus: list[int] | None = None,
     ) -> None:
         self.check = check
+        self.late = LateStores(self)
         self.gpu, self.range_gpus = gpu, np.array(range_gpus or [0], dtype=np.int64)
         self.max_steps = max_steps
         self.progress: Callable[[int], None] | None = None
@@ -150,6 +152,7 @@ class Machine(Residency, BulkOps):
         self.checker: Checker | None = Checker(self) if check else None
         self.reset_residency(competitor)
         self.idle_rounds = 0
+        self.finished = False
         self.python_calls = 0
         self.warnings: list[str] = []
 
@@ -253,6 +256,8 @@ class Machine(Residency, BulkOps):
         x[L.X_GPU] = self.gpu
         if (self.range_gpus != self.gpu).any():
             x[L.X_RANGE_GPUS] = self.range_gpus.ctypes.data
+            if self.seed is not None:
+                x[L.X_LATE] = self.late.words.ctypes.data
         x[L.X_QUANTUM] = 64 if self.seed is not None else 4096
         x[L.X_ADVERSARIAL] = int(self.seed is not None)
         x[L.X_RNG] = ((self.seed or 0) * 0x9E3779B97F4A7C15 + 0x1234567) & (1 << 62) - 1 | 1
@@ -412,30 +417,39 @@ class Machine(Residency, BulkOps):
 
     def run(self) -> None:
         """Executes the launch.  Raises KernelFault when a checker stops it."""
+        self.begin()
+        while not self.finished:
+            if not self.turn():
+                self.idle()
+
+    def begin(self) -> None:
+        """Starts the first clusters."""
         self.place_clusters()
-        address = self.x.ctypes.data
-        turn = 256 if self.seed is not None or self.rival is not None else 1 << 18
         self.started = time.perf_counter()
-        while True:
-            if self.rival is not None:
-                self.place_clusters()
-            result = interp.run_grid(address, turn)
-            if self.progress is not None:
-                self.progress(int(self.x[L.X_STEPS]))
-            if result == L.R_PY:
-                if self._python(self.warps[int(self.x[L.X_CURRENT])]):
-                    self.idle_rounds = 0
-            elif result == L.R_CTA_DONE:
-                self._cta_done(self.warps[int(self.x[L.X_CURRENT])].cta)
-            elif result == L.R_FAULT:
-                self._fault(self.warps[int(self.x[L.X_CURRENT])])
-            elif result == L.R_PAUSE:
-                self.pause()
-            elif not self.waiting_clusters and not any(c.live for c in self.clusters):
+
+    def turn(self) -> bool:
+        """Lets the warps run until Python is needed.  False when nothing could go on."""
+        if self.rival is not None:
+            self.place_clusters()
+        short = self.seed is not None or self.rival is not None
+        result = interp.run_grid(self.x.ctypes.data, 256 if short else 1 << 18)
+        if self.progress is not None:
+            self.progress(int(self.x[L.X_STEPS]))
+        if result == L.R_PY:
+            if self._python(self.warps[int(self.x[L.X_CURRENT])]):
+                self.idle_rounds = 0
+        elif result == L.R_CTA_DONE:
+            self._cta_done(self.warps[int(self.x[L.X_CURRENT])].cta)
+        elif result == L.R_FAULT:
+            self._fault(self.warps[int(self.x[L.X_CURRENT])])
+        elif result == L.R_PAUSE:
+            self.pause()
+        elif not self.waiting_clusters and not any(c.live for c in self.clusters):
+            if not self.late.deliver():  # one by one: other GPUs see them in between
                 self.finish()
-                return
-            elif not self.complete_some() and not self.time_passes():
-                self._idle()
+        else:
+            return self.complete_some() or self.time_passes()
+        return True
 
     def pause(self) -> None:
         """Called after many steps without need of Python."""
@@ -447,16 +461,19 @@ class Machine(Residency, BulkOps):
             )
         for _ in range(self.engine.random.randrange(4)):
             self.engine.advance()
+        if self.engine.random.random() < 0.25:
+            self.late.deliver()
 
     def finish(self) -> None:
         """Called when every CTA has exited."""
         self.engine.drain()
+        self.finished = True
 
     def complete_some(self) -> bool:
         """Completes a pending asynchronous operation; False when there is none."""
-        return self.engine.advance()
+        return self.engine.advance() or self.late.deliver()
 
-    def _idle(self) -> None:
+    def idle(self) -> None:
         events = int(self.x[L.X_EV_SYNC] + self.x[L.X_EV_MEM])
         if events != getattr(self, "_last_events", -1):
             self._last_events, self.idle_rounds = events, 0

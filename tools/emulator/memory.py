@@ -19,6 +19,7 @@ from mok.tools.emulator.layout import (
     L_CTA,
     L_SIZE,
     L_SMEM,
+    LATE_STORES,
     LOCAL_BASE,
     RANK_SHIFT,
     SHARED_BASE,
@@ -36,6 +37,7 @@ from mok.tools.emulator.layout import (
     W_LOCAL_BYTES,
     X_GPU,
     X_LAST_RANGE,
+    X_LATE,
     X_NRANGES,
     X_RANGE_GPUS,
     X_RANGES,
@@ -123,22 +125,6 @@ def resolve(X, W, space, addr, size, lane):
 
 
 @njit
-def reaches(X, W, host, scope, lane):
-    """Whether an ordered access's scope reaches the memory it touches; False records a fault."""
-    gpus = ld64(X + 8 * X_RANGE_GPUS)
-    if gpus == 0 or scope >= 3:
-        return True
-    last = ld64(X + 8 * X_LAST_RANGE)
-    table = ld64(X + 8 * X_RANGES)
-    if host < ld64(table + 16 * last) or host >= ld64(table + 16 * last + 8):
-        return True  # not global memory
-    if ld64(gpus + 8 * last) == ld64(X + 8 * X_GPU):
-        return True
-    fault(W, F_SCOPE, host, lane, scope)
-    return False
-
-
-@njit
 def load(host, size):
     """Zero-extended value of 1, 2, 4 or 8 bytes."""
     if size == 4:
@@ -160,6 +146,54 @@ def store(host, size, value):
         st16(host, value)
     else:
         st8(host, value)
+
+
+@njit
+def is_peers(X, host):
+    """Whether an address that was just resolved lies in another GPU's memory."""
+    gpus = ld64(X + 8 * X_RANGE_GPUS)
+    if gpus == 0:
+        return False
+    last = ld64(X + 8 * X_LAST_RANGE)
+    table = ld64(X + 8 * X_RANGES)
+    if host < ld64(table + 16 * last) or host >= ld64(table + 16 * last + 8):
+        return False  # not global memory
+    return ld64(gpus + 8 * last) != ld64(X + 8 * X_GPU)
+
+
+@njit
+def reaches(X, W, host, scope, lane):
+    """Whether an ordered access's scope reaches the memory it touches; False records a fault."""
+    if scope >= 3 or not is_peers(X, host):
+        return True
+    fault(W, F_SCOPE, host, lane, scope)
+    return False
+
+
+@njit
+def flush_late(X):
+    """Other GPUs now see every store that was kept back, in their order."""
+    late = ld64(X + 8 * X_LATE)
+    if late == 0:
+        return
+    for i in range(ld64(late)):
+        entry = late + 8 * (1 + 3 * i)
+        store(ld64(entry), ld64(entry + 8), ld64(entry + 16))
+    st64(late, _I(0))
+
+
+@njit
+def store_late(X, host, size, value):
+    """Keeps a store to another GPU's memory back."""
+    late = ld64(X + 8 * X_LATE)
+    if ld64(late) >= LATE_STORES:
+        flush_late(X)
+    n = ld64(late)
+    entry = late + 8 * (1 + 3 * n)
+    st64(entry, host)
+    st64(entry + 8, size)
+    st64(entry + 16, value)
+    st64(late, n + 1)
 
 
 assert LOCAL_BASE >> 56 == 2

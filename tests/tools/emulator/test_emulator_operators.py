@@ -24,7 +24,7 @@ from mok.tools.emulator import Emulator, KernelFault
 
 pytestmark = pytest.mark.emulator
 SMS = 4
-SEEDS = (None, pytest.param(0, marks=pytest.mark.slow))
+SEEDS = (None, *(pytest.param(s, marks=pytest.mark.slow) for s in range(5)))
 STREAM = cuda.CUstream(0)
 
 

@@ -89,7 +89,7 @@ DENSE = [  # arch, (m, n, k), tile, cluster, options
     ("sm_100a", (256, 256, 192), (128, 128), (1, 1, 1), {}),
     ("sm_100a", (512, 256, 192), (256, 128), (2, 1, 1), {}),
 ]
-SEEDS = (None, pytest.param(0, marks=pytest.mark.slow))
+SEEDS = (None, *(pytest.param(s, marks=pytest.mark.slow) for s in range(5)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
