@@ -13,11 +13,21 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from . import comm, program, sync, trace, tracing
-from .forward_roles import Buffers, Context, ForwardRoles, Schedule, Sizes, Sources, Targets
+from mok.errors import ResourceError
+
+from . import comm, sync, trace, tracing
+from .forward_roles import (
+    Buffers,
+    Context,
+    ForwardRoles,
+    Scales,
+    Schedule,
+    Sizes,
+    Sources,
+    Targets,
+)
 from .matrix import matrix
 from .program import Tile
-from .queue import DSL
 from .sync import int_ptr
 
 
@@ -29,6 +39,8 @@ class ForwardKernel(ForwardRoles):
         arch: "sm_90a", "sm_100a" or "sm_103a".
         save_context: also store gate and up, rounded to BF16, for backward.
         recompute: only rebuild what save_context stores (activation checkpointing).
+        mxfp8: routed experts in MXFP8; dispatch and the SwiGLU epilogue quantise. Not with ``direct``.
+        wire: with mxfp8, x_heap is quantised already. Changes no bit of any result.
         tile_n: accumulator columns, 128 or 256: tile_n/2 columns of I, or tile_n columns of H.
         group_m: row blocks that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
@@ -46,6 +58,8 @@ class ForwardKernel(ForwardRoles):
         arch: str = "sm_90a",
         save_context: bool = False,
         recompute: bool = False,
+        mxfp8: bool = False,
+        wire: bool = False,
         tile_n: int = 256,
         group_m: int | None = None,
         stages: int | None = None,
@@ -53,7 +67,12 @@ class ForwardKernel(ForwardRoles):
         trace: bool = False,
         name: str = "mok_forward",
     ):
-        super().__init__(arch, direct, tile_n, stages, scheduling)
+        if mxfp8 and direct:
+            raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
+        if wire and not mxfp8:
+            raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
+        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8)
+        self.wire = wire
         self.save_context = save_context or recompute
         self.recompute = recompute
         self.trace = trace
@@ -70,9 +89,9 @@ class ForwardKernel(ForwardRoles):
     def __call__(
         self,
         x: Int64,  # bf16 [T, H]
-        routed_gate: Int64,  # bf16 [El, I, H]
-        routed_up: Int64,  # bf16 [El, I, H]
-        routed_down: Int64,  # bf16 [El, H, I]
+        routed_gate: Int64,  # bf16 [El, I, H]; e4m3 with mxfp8 on Blackwell
+        routed_up: Int64,  # bf16 [El, I, H]; e4m3 with mxfp8 on Blackwell
+        routed_down: Int64,  # bf16 [El, H, I]; e4m3 with mxfp8 on Blackwell
         shared_gate: Int64,  # bf16 [Is, H]
         shared_up: Int64,  # bf16 [Is, H]
         shared_down: Int64,  # bf16 [H, Is]
@@ -80,8 +99,8 @@ class ForwardKernel(ForwardRoles):
         peer_token_idx: Int64,  # int32 [rows]
         block_expert: Int64,  # int32 [blocks]
         num_rows: Int64,  # int32 [1]
-        x_ring: Int64,  # bf16 [macrobatch, H] (ring)
-        hidden: Int64,  # bf16 [macrobatch, I]
+        x_ring: Int64,  # bf16 [macrobatch, H] (ring); e4m3 with mxfp8 on Blackwell
+        hidden: Int64,  # bf16 [macrobatch, I]; e4m3 with mxfp8 on Blackwell
         y: Int64,  # bf16 [y_rows, H]: the ring's rows, or all rows (direct)
         shared_hidden: Int64,  # bf16 [T, Is]
         shared_y: Int64,  # bf16 [T, H]
@@ -89,7 +108,13 @@ class ForwardKernel(ForwardRoles):
         saved_up: Int64,  # bf16 [macrobatch, I] (save_context)
         saved_shared_gate: Int64,  # bf16 [T, Is] (save_context)
         saved_shared_up: Int64,  # bf16 [T, Is] (save_context)
-        x_heap: Int64,  # symmetric bf16 [max tokens, H], rank 0's address
+        gate_scales: Int64,  # uint8 [El, I/128, H/128, 512] (mxfp8 on Blackwell, as the next four)
+        up_scales: Int64,  # uint8 [El, I/128, H/128, 512]
+        down_scales: Int64,  # uint8 [El, H/128, I/128, 512]
+        x_scales: Int64,  # uint8 [macrobatch/128, H/128, 512]
+        hidden_scales: Int64,  # uint8 [macrobatch/128, I/128, 512]
+        x_heap: Int64,  # symmetric bf16 [max tokens, H], rank 0's address; e4m3 with wire
+        x_heap_scales: Int64,  # symmetric uint8 [max tokens, H/32], rank 0's address (wire)
         slots_heap: Int64,  # symmetric bf16 [max tokens * K, H], rank 0's address
         rank_stride: Int64,  # bytes
         counters: Int64,  # int32, zeroed
@@ -117,21 +142,35 @@ class ForwardKernel(ForwardRoles):
         self.setup()
         some_tokens = cutlass.max(tokens, Int32(1))
         shared_i = cutlass.max(shared_intermediate, Int32(64))
+        # TMA moves pairs of E4M3 as BF16.
+        H, I = hidden_size, intermediate
+        if cutlass.const_expr(self.scaled):
+            H, I = hidden_size // 2, intermediate // 2
         sources = Sources(
             x=self.mainloop.tma_a(matrix(x, some_tokens, hidden_size)),
             x_rows=self.mainloop.row_source(x, some_tokens, hidden_size),
-            x_ring=self.mainloop.tma_a(matrix(x_ring, macrobatch, hidden_size)),
-            hidden=self.mainloop.tma_a(matrix(hidden, macrobatch, intermediate)),
+            x_ring=self.mainloop.tma_a(matrix(x_ring, macrobatch, H)),
+            hidden=self.mainloop.tma_a(matrix(hidden, macrobatch, I)),
             shared_hidden=self.mainloop.tma_a(matrix(shared_hidden, some_tokens, shared_i)),
-            gate=self.mainloop.tma_b_half(matrix(routed_gate, intermediate, hidden_size, experts)),
-            up=self.mainloop.tma_b_half(matrix(routed_up, intermediate, hidden_size, experts)),
-            down=self.mainloop.tma_b_half(matrix(routed_down, hidden_size, intermediate, experts)),
+            gate=self.mainloop.tma_b_half(matrix(routed_gate, intermediate, H, experts)),
+            up=self.mainloop.tma_b_half(matrix(routed_up, intermediate, H, experts)),
+            down=self.mainloop.tma_b_half(matrix(routed_down, hidden_size, I, experts)),
             shared_gate=self.mainloop.tma_b_half(matrix(shared_gate, shared_i, hidden_size)),
             shared_up=self.mainloop.tma_b_half(matrix(shared_up, shared_i, hidden_size)),
             shared_down=self.mainloop.tma_b_half(matrix(shared_down, hidden_size, shared_i)),
         )
+        scales = None
+        if cutlass.const_expr(self.scaled):
+            tiles = self.mainloop.tma_scales
+            scales = Scales(
+                x_ring=tiles(x_scales, macrobatch, hidden_size),
+                hidden=tiles(hidden_scales, macrobatch, intermediate),
+                gate=tiles(gate_scales, intermediate, hidden_size, experts),
+                up=tiles(up_scales, intermediate, hidden_size, experts),
+                down=tiles(down_scales, hidden_size, intermediate, experts),
+            )
         targets = Targets(
-            hidden=self.staging.tma_store(matrix(hidden, macrobatch, intermediate)),
+            hidden=self.staging.tma_store(matrix(hidden, macrobatch, I)),
             y=self.staging.tma_store(matrix(y, y_rows, hidden_size)),
             shared_hidden=self.staging.tma_store(matrix(shared_hidden, some_tokens, shared_i)),
             shared_y=self.staging.tma_store(matrix(shared_y, some_tokens, hidden_size)),
@@ -162,10 +201,12 @@ class ForwardKernel(ForwardRoles):
             max_blocks,
             num_comm_ctas,
         )
-        buffers = Buffers(x_ring, y, x_heap, slots_heap, counters)
+        buffers = Buffers(
+            x_ring, x_scales, hidden_scales, y, x_heap, x_heap_scales, slots_heap, counters
+        )
         watch = sync.Watch(record, timeout_ns, rank, gate)
         self.shared_storage = self.make_storage()
-        self.kernel(sources, targets, schedule, sizes, buffers, watch, swiglu_limit).launch(
+        self.kernel(sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit).launch(
             **self.launch_options(grid, stream)
         )
 
@@ -175,6 +216,7 @@ class ForwardKernel(ForwardRoles):
     def kernel(
         self,
         sources: Sources,
+        scales: Scales | None,
         targets: Targets,
         schedule: Schedule,
         sizes: Sizes,
@@ -183,34 +225,18 @@ class ForwardKernel(ForwardRoles):
         swiglu_limit: Float32,
     ):
         self.setup()
-        ctx = Context(sources, targets, schedule, sizes, buffers, watch, swiglu_limit)
+        ctx = Context(sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
         if cutlass.const_expr(self.trace):
             ctx.tracer = tracing.Tracer(storage.trace_words.data_ptr())
             if cute.arch.thread_idx()[0] == 0:
                 ctx.tracer.open(watch.record, trace.RECOMPUTE if self.recompute else trace.FORWARD)
         shared = self.enter(storage, ctx.counters.started)
-        rows, tokens = cute.arch.load(schedule.num_rows, Int32), sizes.tokens
-        if cutlass.const_expr(not self.direct):
-            work = sync.goes_on(watch.gate)
-            rows, tokens = sync.select(work, rows, Int32(0)), sync.select(work, tokens, Int32(0))
-        prog = program.Forward(
-            rows=rows,
-            tokens=tokens,
-            hidden=sizes.hidden,
-            intermediate=sizes.intermediate,
-            shared_intermediate=sizes.shared_intermediate,
-            minibatch=sizes.minibatch,
-            macrobatch=sizes.macrobatch,
-            tile=self.tile,
-            ops=DSL,
-            recompute=self.recompute,
-        )
         if cutlass.const_expr(self.direct):
-            self.compute_cta(ctx, prog, shared)
+            self.compute_cta(ctx, shared)
         else:
             if shared.order < sizes.num_comm_ctas // self.ctas:
-                self.comm_cta(ctx, prog, shared)
+                self.comm_cta(ctx, shared)
                 self.cluster_sync()
             else:
-                self.compute_cta(ctx, prog, shared)
+                self.compute_cta(ctx, shared)

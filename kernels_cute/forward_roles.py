@@ -4,19 +4,19 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
-from . import comm, program, sync, trace
+from . import comm, comm_mxfp8, mxfp8, program, ptx, ptx_fp8, sync, trace
+from .epilogue import quantise
 from .epilogue.swiglu import swiglu
 from .gemm.operands import RowSource, Tma
 from .invariant import Invariant
+from .machine import CHUNK_N
 from .megakernel import WARPS, MegaKernel
 from .program import DOWN, END, SHARED_DOWN, SHARED_UP, UP
-from .queue import Entry, next_slot
+from .queue import DSL, Entry, next_slot
 from .sync import int_ptr
 from .tracing import Tracer
-
-CHUNK_N = 64  # columns of a staging buffer
 
 
 class Sources(NamedTuple):
@@ -33,6 +33,16 @@ class Sources(NamedTuple):
     shared_gate: Tma
     shared_up: Tma
     shared_down: Tma
+
+
+class Scales(NamedTuple):
+    """TMA loads of scales, where the MMA takes them."""
+
+    x_ring: Tma
+    hidden: Tma
+    gate: Tma
+    up: Tma
+    down: Tma
 
 
 class Targets(NamedTuple):
@@ -74,9 +84,12 @@ class Sizes(NamedTuple):
 class Buffers(NamedTuple):
     """Addresses that comm workers use."""
 
-    x_ring: Int64  # bf16 [macrobatch, H]
+    x_ring: Int64  # bf16 [macrobatch, H]; e4m3 where the MMA takes scales
+    x_scales: Int64  # E8M0 of the x ring in tiles (MXFP8 where the MMA takes scales)
+    hidden_scales: Int64  # the same of hidden
     y_ring: Int64  # bf16 [macrobatch, H]
     x_heap: Int64  # rank 0's bf16 [max tokens, H]; rank r's is r*rank_stride further
+    x_heap_scales: Int64  # rank 0's E8M0 [max tokens, H/32] (wire, where x_heap is e4m3)
     slots_heap: Int64  # rank 0's bf16 [max tokens * K, H]
     counters: Int64  # int32
 
@@ -84,8 +97,9 @@ class Buffers(NamedTuple):
 class Context(Invariant):
     """The kernel's arguments, as its roles see them."""
 
-    def __init__(self, sources, targets, schedule, sizes, buffers, watch, swiglu_limit):
+    def __init__(self, sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit):
         self.sources: Sources = sources
+        self.scales: Scales | None = scales
         self.targets: Targets = targets
         self.schedule: Schedule = schedule
         self.sizes: Sizes = sizes
@@ -103,8 +117,31 @@ class ForwardRoles(MegaKernel):
 
     entry = Entry
 
+    def program(self, ctx) -> program.Forward:
+        """The task program; each role that needs it makes its own, so that no other role keeps its numbers.
+
+        A launch that the gate stops has no rows and no tokens.
+        """
+        sizes = ctx.sizes
+        rows, tokens = cute.arch.load(ctx.schedule.num_rows, Int32), sizes.tokens
+        if not self.direct:
+            work = sync.goes_on(ctx.watch.gate)
+            rows, tokens = sync.select(work, rows, Int32(0)), sync.select(work, tokens, Int32(0))
+        return program.Forward(
+            rows=rows,
+            tokens=tokens,
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            shared_intermediate=sizes.shared_intermediate,
+            minibatch=sizes.minibatch,
+            macrobatch=sizes.macrobatch,
+            tile=self.tile,
+            ops=DSL,
+            recompute=self.recompute,
+        )
+
     @cute.jit
-    def decode(self, ctx, prog, ticket):
+    def decode(self, ctx, prog, ticket, cursor):
         """The queue entry of a ticket. Tasks without K steps pass loads, MMA and epilogue by."""
         task = prog.task(ticket)
         kind, sizes = task.kind, ctx.sizes
@@ -116,9 +153,14 @@ class ForwardRoles(MegaKernel):
             sizes.intermediate,
             sync.select(kind == SHARED_DOWN, sizes.shared_intermediate, sizes.hidden),
         )
-        k_tiles = sync.select(kind == END, Int32(0), k_size // self.mainloop.TILE_K)
+        k_tiles = k_size // self.mainloop.TILE_K
+        if cutlass.const_expr(self.scaled):
+            routed = (kind == UP) | (kind == DOWN)
+            k_tiles = sync.select(routed, k_size // self.mainloop.SCALED_K, k_tiles)
+        k_tiles = sync.select(kind == END, Int32(0), k_tiles)
         ring_block = task.block % prog.ring_blocks
-        return Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
+        entry = Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
+        return entry, cursor
 
     @cute.jit
     def wait_for(self, ctx, prog, entry):
@@ -155,8 +197,9 @@ class ForwardRoles(MegaKernel):
             )  # fmt: skip
 
     @cute.jit
-    def load_role(self, ctx, prog, shared):
+    def load_role(self, ctx, shared):
         """Load the tiles of tasks that can run."""
+        prog = self.program(ctx)
         main, bars, sources, direct = self.mainloop, shared.bars, ctx.sources, self.direct
         sA, sB, rows = shared.sA, shared.sB_half, main.CTA_ROWS
         x = main.partition(sources.x, sA, rows)
@@ -170,9 +213,14 @@ class ForwardRoles(MegaKernel):
         shared_up = main.partition(sources.shared_up, sB, main.half_n)
         shared_down = main.partition(sources.shared_down, sB, main.half_n)
         zero = Int32(0)
+        up_scales = down_scales = ()
+        if cutlass.const_expr(self.scaled):
+            of = ctx.scales
+            up_scales = main.partition_scales(shared.storage, of.x_ring, of.gate, of.up)
+            down_scales = main.partition_scales(shared.storage, of.hidden, of.down, of.down)
 
         stage, phase = Int32(0), Int32(0)
-        feed = self.first_task(ctx)
+        feed = self.first_task(ctx, prog)
         kind = Int32(SHARED_UP)
         while kind != END:
             entry, feed = self.next_task(ctx, prog, shared, feed)
@@ -183,15 +231,27 @@ class ForwardRoles(MegaKernel):
             # What was waited for reached memory by way of other threads; TMA reads past them.
             cute.arch.fence_proxy("async.global")
             if kind == UP:
-                stage, phase = main.load_tile(
-                    bars, x_ring, not direct, entry.ring_block, gate, entry.n, up, entry.n,
-                    entry.expert, entry.k_tiles, stage, phase,
-                )  # fmt: skip
+                if cutlass.const_expr(self.scaled):
+                    stage, phase = main.load_scaled_tile(
+                        bars, x_ring, entry.ring_block, gate, entry.n, up, entry.n, up_scales,
+                        entry.expert, entry.k_tiles, stage, phase,
+                    )  # fmt: skip
+                else:
+                    stage, phase = main.load_tile(
+                        bars, x_ring, not direct, entry.ring_block, gate, entry.n, up, entry.n,
+                        entry.expert, entry.k_tiles, stage, phase,
+                    )  # fmt: skip
             elif kind == DOWN:
-                stage, phase = main.load_tile(
-                    bars, hidden, True, entry.ring_block, down, 2 * entry.n, down, 2 * entry.n + 1,
-                    entry.expert, entry.k_tiles, stage, phase,
-                )  # fmt: skip
+                if cutlass.const_expr(self.scaled):
+                    stage, phase = main.load_scaled_tile(
+                        bars, hidden, entry.ring_block, down, 2 * entry.n, down, 2 * entry.n + 1,
+                        down_scales, entry.expert, entry.k_tiles, stage, phase,
+                    )  # fmt: skip
+                else:
+                    stage, phase = main.load_tile(
+                        bars, hidden, True, entry.ring_block, down, 2 * entry.n,
+                        down, 2 * entry.n + 1, entry.expert, entry.k_tiles, stage, phase,
+                    )  # fmt: skip
             elif kind == SHARED_UP:
                 stage, phase = main.load_tile(
                     bars, x, True, entry.block, shared_gate, entry.n, shared_up, entry.n,
@@ -205,11 +265,32 @@ class ForwardRoles(MegaKernel):
         main.finish_loads(bars, stage, phase)
 
     @cute.jit
+    def multiply(self, shared, fragments, tmem, entry, stage, phase, acc, acc_phase):
+        """One task of the MMA role: routed ones with scales in MXFP8."""
+        main = self.mainloop
+        if cutlass.const_expr(self.scaled):
+            if entry.kind == UP or entry.kind == DOWN:
+                stage, phase = main.mma_scaled_tile(
+                    shared.bars, shared.storage, tmem.toint(), entry.k_tiles, stage, phase,
+                    acc, acc_phase,
+                )  # fmt: skip
+            else:
+                stage, phase = main.mma_tile(
+                    shared.bars, *fragments, entry.k_tiles, stage, phase, acc, acc_phase
+                )
+        else:
+            stage, phase = main.mma_tile(
+                shared.bars, *fragments, entry.k_tiles, stage, phase, acc, acc_phase
+            )
+        return stage, phase
+
+    @cute.jit
     def gather_role(self, ctx, shared):
         """Copy the A rows of up tasks from x; keep step in the other tasks."""
         main, bars, queue = self.mainloop, shared.bars, shared.queue
         thread = cute.arch.thread_idx()[0] - self.first_gather_warp * 32
         sA_address = shared.sA.iterator.toint()
+        by_topk = sync.divider(ctx.sizes.topk)
         stage, phase = Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
         kind = Int32(SHARED_UP)
@@ -221,7 +302,7 @@ class ForwardRoles(MegaKernel):
                 first = self.row_tile(entry.block) * main.CTA_ROWS
                 stage, phase = main.gather(
                     bars, sA_address, ctx.sources.x_rows,
-                    ctx.schedule.rows.peer_token_idx + first, ctx.sizes.topk, thread,
+                    ctx.schedule.rows.peer_token_idx + first, by_topk, thread,
                     entry.k_tiles, stage, phase,
                 )  # fmt: skip
             else:
@@ -242,23 +323,89 @@ class ForwardRoles(MegaKernel):
             if entry.k_tiles > 0:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
                 if kind == UP or kind == SHARED_UP:
-                    chunk, chunk_phase = self.up_epilogue(
-                        ctx, shared, worker, at, chunk, chunk_phase
+                    chunk, chunk_phase = self.hidden_epilogue(
+                        ctx, shared, worker, entry, at, chunk, chunk_phase
                     )
                 else:
                     chunk, chunk_phase = self.down_epilogue(shared, worker, at, chunk, chunk_phase)
                 at, phase = main.give_back(worker, bars, at, phase)
 
+    @property
+    def unrolled(self) -> bool:
+        """Whether accumulators need indices at compile time: registers, and columns kept in them."""
+        return self.hopper or self.scaled
+
     @cute.jit
-    def up_epilogue(self, ctx, shared, worker, at, chunk, phase):
+    def hidden_epilogue(self, ctx, shared, worker, entry, at, chunk, phase):
+        """The epilogue of up tasks: one for both kinds unless routed experts are quantised."""
+        if cutlass.const_expr(not self.mxfp8):
+            chunk, phase = self.up_epilogue(ctx, shared, worker, at, chunk, phase, False)
+        elif entry.kind == SHARED_UP:
+            chunk, phase = self.up_epilogue(ctx, shared, worker, at, chunk, phase, False)
+        else:
+            if cutlass.const_expr(self.scaled):
+                chunk, phase = self.scaled_epilogue(ctx, shared, worker, entry, at, chunk, phase)
+            else:
+                chunk, phase = self.up_epilogue(ctx, shared, worker, at, chunk, phase, True)
+        return chunk, phase
+
+    @cute.jit
+    def up_epilogue(
+        self, ctx, shared, worker, at, chunk, phase, quantised: cutlass.Constexpr[bool]
+    ):
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
-        up_n = self.tile.up_n
-        for c in cutlass.range_constexpr(up_n // CHUNK_N):
-            chunk, phase = self.put_chunk(
-                shared, worker, at, (c * CHUNK_N, c * CHUNK_N + up_n), chunk, phase,
-                lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
-            )  # fmt: skip
-            if cutlass.const_expr(self.save_context):
+        chunks = self.tile.up_n // CHUNK_N
+        if cutlass.const_expr(self.unrolled):
+            for c in cutlass.range_constexpr(chunks):
+                chunk, phase = self.up_chunk(
+                    ctx, shared, worker, at, c * CHUNK_N, chunk, phase, quantised
+                )
+        else:
+            for c in cutlass.range(chunks, unroll=1):
+                chunk, phase = self.up_chunk(
+                    ctx, shared, worker, at, c * CHUNK_N, chunk, phase, quantised
+                )
+        return chunk, phase
+
+    def up_chunk(self, ctx, shared, worker, at, gate, chunk, phase, quantised):
+        """64 columns of gate from column ``gate`` on, and the same of up."""
+        up = gate + self.tile.up_n
+        chunk, phase = self.put_chunk(
+            shared, worker, at, (gate, up), chunk, phase,
+            lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
+            quantise.wgmma_columns if quantised else None,
+        )  # fmt: skip
+        if self.save_context:
+            for column in (gate, up):
+                chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
+        return chunk, phase
+
+    @cute.jit
+    def scaled_epilogue(self, ctx, shared, worker, entry, at, chunk, phase):
+        """hidden = swiglu(gate, up) of the whole tile as E4M3; a thread holds the blocks of one row."""
+        main, staging, up_n = self.mainloop, self.staging, self.tile.up_n
+        sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
+        codes = Uint32(0)
+        for piece in cutlass.range_constexpr(up_n // mxfp8.BLOCK):
+            packed = []
+            for first in (32 * piece, 32 * piece + 16):  # half a block: fewer registers
+                gate, up = main.columns(worker, at, first, first + up_n, width=16)
+                values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
+                packed += [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)]
+            code = mxfp8.scale_code(mxfp8.magnitude(packed))
+            codes = codes | (Uint32(code) << Uint32(8 * piece))
+            if cutlass.const_expr(piece == up_n // mxfp8.BLOCK - 1):
+                row = self.row_tile(entry.ring_block) * main.CTA_ROWS + worker.row
+                offset = mxfp8.scale_offset(row, 4 * entry.n, ctx.sizes.intermediate // 32)
+                ptx_fp8.store_4(ctx.buffers.hidden_scales + offset, codes)
+                # TMA reads them. The store warp signals for this write, too: it waits for the chunk.
+                cute.arch.fence_proxy("async.global")
+            words = mxfp8.quantise(packed, mxfp8.reciprocal(code))
+            chunk, phase = staging.put_bytes(
+                words, shared.stores, sD_row, worker.row, chunk, phase, piece
+            )
+        if cutlass.const_expr(self.save_context):
+            for c in cutlass.range_constexpr(up_n // CHUNK_N):
                 for column in (c * CHUNK_N, c * CHUNK_N + up_n):
                     chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
         return chunk, phase
@@ -266,24 +413,13 @@ class ForwardRoles(MegaKernel):
     @cute.jit
     def down_epilogue(self, shared, worker, at, chunk, phase):
         """y, rounded to BF16."""
-        for c in cutlass.range_constexpr(self.tile.down_n // CHUNK_N):
-            chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
-        return chunk, phase
-
-    @cute.jit
-    def put_chunk(
-        self, shared, worker, at, columns: cutlass.Constexpr[tuple[int, ...]], chunk, phase,
-        formula: cutlass.Constexpr = lambda value: value,
-    ):  # fmt: skip
-        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result."""
-        main, staging = self.mainloop, self.staging
-        sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
-        for piece in cutlass.range_constexpr(staging.PIECES):
-            first = [column + piece * main.PIECE for column in columns]
-            values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
-            chunk, phase = staging.put(
-                values, shared.stores, sD_row, worker.row, chunk, phase, piece
-            )
+        chunks = self.tile.down_n // CHUNK_N
+        if cutlass.const_expr(self.unrolled):
+            for c in cutlass.range_constexpr(chunks):
+                chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
+        else:
+            for c in cutlass.range(chunks, unroll=1):
+                chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
         return chunk, phase
 
     @cute.jit
@@ -311,9 +447,18 @@ class ForwardRoles(MegaKernel):
             kind = entry.kind
             if kind == UP:
                 rows = self.row_tile(entry.ring_block)
-                chunk, phase = staging.store_tile(
-                    stores, hidden, rows, entry.n, up_chunks, zero, chunk, phase
-                )
+                if cutlass.const_expr(self.scaled):
+                    chunk, phase = staging.store_tile(
+                        stores, hidden[:1], rows, entry.n, 1, zero, chunk, phase
+                    )
+                    if cutlass.const_expr(self.save_context):
+                        chunk, phase = staging.store_tile(
+                            stores, hidden[1:], rows, entry.n, up_chunks, zero, chunk, phase
+                        )
+                else:
+                    chunk, phase = staging.store_tile(
+                        stores, hidden, rows, entry.n, up_chunks, zero, chunk, phase
+                    )
                 staging.signal(counters.hidden_ready + entry.block)
             elif kind == DOWN:
                 y_block = entry.block if cutlass.const_expr(self.direct) else entry.ring_block
@@ -341,8 +486,9 @@ class ForwardRoles(MegaKernel):
                     )  # fmt: skip
 
     @cute.jit
-    def comm_cta(self, ctx, prog, shared):
+    def comm_cta(self, ctx, shared):
         """Take comm items in order: pull rows into the ring, push finished rows to their slots."""
+        prog = self.program(ctx)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers
@@ -366,10 +512,22 @@ class ForwardRoles(MegaKernel):
                         ctx.tracer.begin()
                 cute.arch.sync_threads()
                 if item.kind == program.DISPATCH:
-                    comm.pull_rows(
-                        rows, item.row, count, buffers.x_heap, sizes.topk,
-                        buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
-                    )  # fmt: skip
+                    if cutlass.const_expr(self.wire):
+                        comm_mxfp8.pull_quantised_rows(
+                            rows, item.row, count, buffers.x_heap, buffers.x_heap_scales,
+                            sizes.topk, buffers.x_ring, buffers.x_scales, Int32(ring_row),
+                            self.hopper, warp, WARPS,
+                        )  # fmt: skip
+                    elif cutlass.const_expr(self.mxfp8):
+                        comm_mxfp8.pull_rows(
+                            rows, item.row, count, buffers.x_heap, sizes.topk, buffers.x_ring,
+                            buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,
+                        )  # fmt: skip
+                    else:
+                        comm.pull_rows(
+                            rows, item.row, count, buffers.x_heap, sizes.topk,
+                            buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
+                        )  # fmt: skip
                     cute.arch.fence_proxy("async.global")
                 else:
                     comm.push_rows(

@@ -25,6 +25,7 @@ class Machine:
         tmem_columns: columns of tensor memory, 0 where accumulators live in registers.
         acc_stages: accumulators in tensor memory.
         stages, group_m: defaults of the kernels' arguments.
+        scaled_stages: the default of ``stages`` with block scales; 0 where the MMA takes none.
         scheduling: ways to get the next task, the default first.
     """
 
@@ -34,21 +35,26 @@ class Machine:
     tmem_columns: int
     acc_stages: int
     stages: int
+    scaled_stages: int
     group_m: int
     scheduling: tuple[str, ...]
 
-    def stage_bytes(self, tile_n: int) -> int:
-        """Shared memory of one A/B stage per CTA: 128 rows of A, its share of B's tile_n rows."""
-        return (128 + tile_n // self.ctas) * TILE_K * 2
+    def stage_bytes(self, tile_n: int, scaled: bool = False) -> int:
+        """Shared memory of one A/B stage per CTA: 128 rows of A, its share of B's tile_n rows.
 
-    def smem_bytes(self, tile_n: int, stages: int, store_stages: int) -> int:
+        ``scaled``: with the scales of its rows of A and of all rows of B, four bytes each.
+        """
+        scales = 4 * (128 + tile_n) if scaled else 0
+        return (128 + tile_n // self.ctas) * TILE_K * 2 + scales
+
+    def smem_bytes(self, tile_n: int, stages: int, store_stages: int, scaled: bool = False) -> int:
         """Shared memory of a CTA."""
         staging = store_stages * 128 * CHUNK_N * 2
-        return CONTROL_BYTES + stages * self.stage_bytes(tile_n) + staging
+        return CONTROL_BYTES + stages * self.stage_bytes(tile_n, scaled) + staging
 
 
-HOPPER = Machine("Hopper", 1, 128, 0, 0, 4, 16, ("tickets",))
-BLACKWELL = Machine("Blackwell", 2, 256, 512, 2, 6, 8, ("clc", "tickets"))
+HOPPER = Machine("Hopper", 1, 128, 0, 0, 4, 0, 16, ("tickets",))
+BLACKWELL = Machine("Blackwell", 2, 256, 512, 2, 6, 5, 8, ("clc", "tickets"))
 MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
 
@@ -67,8 +73,10 @@ def machine_of(arch: str) -> Machine:
     return MACHINES[arch]
 
 
-def check_tile(arch: str, tile_n: int, stages: int, store_stages: int = 2) -> None:
-    """Refuse a tile and its stages where they do not fit.
+def check_tile(
+    arch: str, tile_n: int, stages: int, store_stages: int = 2, scaled: bool = False
+) -> None:
+    """Refuse a tile and its stages where they do not fit; ``scaled``: with block scales.
 
     Raises:
         ResourceError: names the budget that breaks.
@@ -89,14 +97,15 @@ def check_tile(arch: str, tile_n: int, stages: int, store_stages: int = 2) -> No
             columns,
             "Use a smaller tile_n.",
         )
-    need = machine.smem_bytes(tile_n, stages, store_stages)
+    if scaled and tile_n != 256:
+        raise ResourceError("tile_n must be 256 with block scales", tile_n)
+    need = machine.smem_bytes(tile_n, stages, store_stages, scaled)
     if need > SMEM_BYTES:
-        most = (SMEM_BYTES - machine.smem_bytes(tile_n, 0, store_stages)) // machine.stage_bytes(
-            tile_n
-        )
+        free = SMEM_BYTES - machine.smem_bytes(tile_n, 0, store_stages)
+        most = free // machine.stage_bytes(tile_n, scaled)
         raise ResourceError(
             f"stages and staging must fit {SMEM_BYTES} bytes of shared memory per CTA on {arch}",
-            f"{need} bytes for {stages} stages of {machine.stage_bytes(tile_n)} and {store_stages} "
+            f"{need} bytes for {stages} stages of {machine.stage_bytes(tile_n, scaled)} and {store_stages} "
             f"staging buffers of {128 * CHUNK_N * 2}",
             f"Use at most {most} stages with tile_n = {tile_n}.",
         )

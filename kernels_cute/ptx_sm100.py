@@ -7,7 +7,7 @@ cluster scope, and the reader waits with cluster scope. The DSL's own arrive and
 from collections.abc import Sequence
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 # ---- a cluster's shared memory and mbarriers ----
 
@@ -59,20 +59,64 @@ def cluster_wait(address: Int32, parity: Int32) -> None:
 # ---- tensor memory ----
 
 
-def tmem_load(*addresses: Int32) -> list[list[Float32]]:
-    """32 columns of this lane's row from each tensor-memory address (lane · 65536 + column)."""
+def tmem_load(*addresses: Int32, width: int = 32) -> list[list[Float32]]:
+    """32 (or ``width``: 16) columns of this lane's row from each tensor-memory address.
+
+    An address is lane · 65536 + column.
+    """
     count = len(addresses)
     loads = []
     for i in range(count):
-        registers = ", ".join(f"{{$w{32 * i + j}}}" for j in range(32))
-        loads.append(f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{registers}}}, [{{$r{i}}}];")
+        registers = ", ".join(f"{{$w{width * i + j}}}" for j in range(width))
+        loads.append(f"tcgen05.ld.sync.aligned.32x32b.x{width}.b32 {{{registers}}}, [{{$r{i}}}];")
     # One block with its wait, so that nothing reads the registers before they are loaded.
     values = cute.arch.inline_ptx(
         "\n\t".join([*loads, "tcgen05.wait::ld.sync.aligned;"]),
-        write_only_types=[Float32] * (32 * count),
+        write_only_types=[Float32] * (width * count),
         read_only_args=list(addresses),
     )
-    return [list(values[32 * i : 32 * i + 32]) for i in range(count)]
+    return [list(values[width * i : width * i + width]) for i in range(count)]
+
+
+def copy_scales(target: Int32, descriptor: Int64) -> None:
+    """512 bytes of scales (32 rows of 16) from shared to tensor memory, four columns, once per warp's
+    lanes; in both CTAs, each from its own shared memory (one thread)."""
+    cute.arch.inline_ptx(
+        "tcgen05.cp.cta_group::2.32x128b.warpx4 [{$r0}], {$r1};",
+        read_only_args=[target, descriptor],
+    )
+
+
+def mma_mxfp8(
+    accumulator: Int32,
+    a: Int64,
+    b: Int64,
+    instruction: Int32,
+    a_scales: Int32,
+    b_scales: Int32,
+    accumulate: Int32,
+) -> None:
+    """One block-scaled MMA of 32 K for a pair of CTAs: addresses, descriptors (one thread)."""
+    cute.arch.inline_ptx(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, {$r6}, 0;\n\t"
+        "tcgen05.mma.cta_group::2.kind::mxf8f6f4.block_scale.block32 [{$r0}], {$r1}, {$r2}, {$r3}, "
+        "[{$r4}], [{$r5}], p;\n\t}",
+        read_only_args=[accumulator, a, b, instruction, a_scales, b_scales, accumulate],
+    )
+
+
+def tmem_store(address: Int32, values: Sequence[Float32]) -> None:
+    """32 columns of this lane's row to a tensor-memory address; before others read: ``tmem_store_wait``."""
+    registers = ", ".join(f"{{$r{1 + i}}}" for i in range(32))
+    cute.arch.inline_ptx(
+        f"tcgen05.st.sync.aligned.32x32b.x32.b32 [{{$r0}}], {{{registers}}};",
+        read_only_args=[address, *values],
+    )
+
+
+def tmem_store_wait() -> None:
+    """Wait until this thread's ``tmem_store``s are done."""
+    cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;")
 
 
 def tcgen05_before_sync() -> None:
@@ -99,6 +143,40 @@ def tma_gather_4(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes"
         ".cta_group::2 [{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}];",
         read_only_args=[target, descriptor, column, *rows, mbarrier],
+    )
+
+
+# ---- wide global accesses ----
+
+
+def load_32_if(address: Int64, valid: Boolean) -> list[Uint32]:
+    """32 bytes from global memory, past L1, where ``valid``; zeros, and no access, elsewhere."""
+    zeros = "".join(f"mov.b32 {{$w{i}}}, 0;\n\t" for i in range(8))
+    registers = ", ".join(f"{{$w{i}}}" for i in range(8))
+    return list(
+        cute.arch.inline_ptx(
+            f"{{\n\t.reg .pred p;\n\tsetp.ne.b32 p, {{$r1}}, 0;\n\t{zeros}"
+            f"@p ld.global.L1::no_allocate.v8.b32 {{{registers}}}, [{{$r0}}];\n\t}}",
+            write_only_types=[Uint32] * 8,
+            read_only_args=[address, Int32(valid)],
+        )
+    )
+
+
+def load_f32_4(address: Int64) -> tuple[Float32, ...]:
+    """Four FP32 from global memory."""
+    return cute.arch.inline_ptx(
+        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_f32_4(address: Int64, values: Sequence[Float32]) -> None:
+    """Four FP32 to global memory."""
+    cute.arch.inline_ptx(
+        "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *values],
     )
 
 

@@ -128,6 +128,7 @@ def run_forward(
     *,
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
+    precision: str = "bf16",
 ) -> Tensor:
     """One forward pass over the case's tokens on ``ep_size`` virtual ranks: BF16 [N, H].
 
@@ -136,8 +137,9 @@ def run_forward(
     Args:
         config: tunables; ``Config.suggest`` by default. The reference uses its batch sizes.
         tokens_per_rank: how the tokens are split; evenly by default.
+        precision: of the routed experts, "bf16" or "mxfp8".
     """
-    return prepare_forward(case, ep_size, backend, config, tokens_per_rank)()
+    return prepare_forward(case, ep_size, backend, config, tokens_per_rank, precision=precision)()
 
 
 def prepare_forward(
@@ -147,6 +149,7 @@ def prepare_forward(
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
     progress: Callable[[int], None] | None = None,
+    precision: str = "bf16",
 ) -> Callable[[], Tensor]:
     """A function that runs the pass, schedule included, in a workspace that is made once.
 
@@ -154,17 +157,18 @@ def prepare_forward(
     """
     lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
     if backend.kind == "reference":
-        sizes = (
+        sizes: dict[str, Any] = (
             {"minibatch": config.minibatch_size, "macrobatch": config.macrobatch_size}
             if config
             else {}
         )
-        return lambda: forward_reference(case, ep_size, tokens_per_rank=lengths, **sizes)
+        sizes |= {"tokens_per_rank": lengths, "precision": precision}
+        return lambda: forward_reference(case, ep_size, **sizes)
     if backend.kind == "kernel":
-        return _prepare_kernel(case, lengths, backend, config)
+        return _prepare_kernel(case, lengths, backend, config, precision=precision)
     # A workspace on the CPU exists only for the emulator.
     with _emulator(backend.arch):
-        prepared = _prepare_kernel(case, lengths, backend, config)
+        prepared = _prepare_kernel(case, lengths, backend, config, precision=precision)
 
     def emulated() -> Tensor:
         with _emulator(backend.arch, progress):
@@ -190,8 +194,10 @@ def _prepare_kernel(
     backend: Backend,
     config: Config | None,
     dy: Tensor | None = None,
+    precision: str = "bf16",
 ) -> Callable[[], Tensor]:
     from mok import functional
+    from mok.mxfp8 import mxfp8_quantize
     from mok.runtime.group import Group
 
     ep_size = len(lengths)
@@ -220,13 +226,17 @@ def _prepare_kernel(
         num_experts=shape.num_experts,
         topk=shape.topk,
         shared_intermediate_size=shape.shared_intermediate_size,
+        precision=precision,
     )
     # One entry per rank of this process; with one rank, plain tensors.
     placement = [shape.experts_on(r) for r in range(ep_size)]
     x = case.x.split(lengths)
     ids = case.top_experts.split(lengths)
     weights = case.router_weights.split(lengths)
-    routed = [case.routed[p.start : p.stop] for p in placement]
+    parts = [case.routed[p.start : p.stop] for p in placement]
+    routed: list[list[Any]] = [[part.gate, part.up, part.down] for part in parts]
+    if precision == "mxfp8":
+        routed = [[mxfp8_quantize(w, transposed=False) for w in part] for part in routed]
     shared = case.shared
     shared_weights: tuple[Any, Any, Any] = (
         (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
@@ -234,6 +244,10 @@ def _prepare_kernel(
 
     def each(values: Sequence[Any]) -> Any:
         return values[0] if ep_size == 1 else list(values)
+
+    gate_up_down: tuple[Any, Any, Any] = tuple(  # type: ignore[assignment]
+        each([weights[i] for weights in routed]) for i in range(3)
+    )
 
     def run() -> Tensor:
         schedule = functional.build_schedule(
@@ -243,9 +257,7 @@ def _prepare_kernel(
             each(x),
             each(weights),
             *shared_weights,
-            each([r.gate for r in routed]),
-            each([r.up for r in routed]),
-            each([r.down for r in routed]),
+            *gate_up_down,
             case.swiglu_limit,
         )
         output, context = functional.forward(

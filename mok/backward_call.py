@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mok.call import Call, ForwardContext, LaunchFacts, check_tensor, num_sms
-from mok.errors import DtypeError, ShapeError
+from mok.errors import DtypeError, ResourceError, ShapeError
 
 GRAD_NAMES = (
     "routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down",
@@ -55,6 +55,11 @@ class BackwardCall(Call):
         grad_dtype: torch.dtype, accumulate: bool,
     ) -> None:  # fmt: skip
         """Check what only backward has. ``grads``: given buffers per local rank, or None."""
+        if self.mxfp8:
+            raise ResourceError(
+                "backward needs a workspace with precision bf16: MXFP8 has a forward pass only",
+                "precision mxfp8",
+            )
         self.context = context
         self.dy = list(grad_output)
         self._check_context(context)

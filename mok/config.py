@@ -159,6 +159,8 @@ class Config:
         debug: check expert ids on the host (costs a synchronisation).
         launch_control: on Blackwell, take work by Cluster Launch Control, which lets kernels of a
             higher priority in; False: a persistent grid, as on Hopper (docs/blackwell.md).
+        mxfp8_wire: with MXFP8, x travels quantised: half the bytes over the link, one small kernel to make
+            them. A workspace keeps what it was made with.
         trace: kernels record begin and end of every task; ``Workspace.recorder`` reads them.
 
     Raises ShapeError or DtypeError.
@@ -174,6 +176,7 @@ class Config:
     debug: bool = False
     launch_control: bool = True
     trace: bool = False
+    mxfp8_wire: bool = False
 
     def __post_init__(self) -> None:
         _require_int("fwd_num_comm_sms", self.fwd_num_comm_sms, 1)
@@ -228,7 +231,8 @@ class Config:
     @classmethod
     def suggest(cls, shape: Shape, device: Any) -> Config:
         """What ``mok tune`` found for this shape on this GPU, else a reasonable start: the two-wave
-        minibatch (all rows at EP = 1, up to 65536), and a ring of at most 32 of them.
+        minibatch (all rows at EP = 1, up to 65536), a ring of at most 32 of them, and at EP > 1 the
+        comm SMs that the simulator finds best on this kind of GPU (about a second, once a shape).
 
         Args:
             device: a machine name ("h200"), a CUDA ``torch.device``, or any object with ``arch``
@@ -258,6 +262,10 @@ class Config:
             macrobatch_size=ring * minibatch,
             schedule_capacity_multiplier=1.25 * (routes + padding) / (shape.ep_size * routes),
         )
+        if shape.ep_size > 1:
+            from mok.tools.simulator.suggest import with_comm_sms
+
+            suggested = with_comm_sms(suggested, shape, arch, num_sms)
         if (name := _gpu_name(device)) is None:
             return suggested
         from mok import tune

@@ -30,11 +30,12 @@ from mok.call import (
     check_tunables,
     num_sms,
     per_rank,
+    schedule_sizes,
     stream_of,
     unwrap,
 )
 from mok.config import Config, Shape
-from mok.errors import DtypeError, ShapeError
+from mok.errors import DtypeError, MokError, ShapeError
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group
@@ -42,6 +43,27 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def on_device(position: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run a function with its workspace's device as the current one: launches go to that.
+
+    ``position``: of the argument ``workspace``.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            workspace: Any = args[position] if len(args) > position else kwargs.get("workspace")
+            device = getattr(workspace, "device", None)
+            if getattr(device, "type", "cpu") != "cuda":
+                return function(*args, **kwargs)
+            with torch.cuda.device(device):
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    return decorate
 
 
 def also_upstream(ours: Callable[P, R]) -> Callable[P, R]:
@@ -93,6 +115,7 @@ def create_workspace(
     num_experts: int,
     topk: int,
     shared_intermediate_size: int | None = None,
+    precision: str = "bf16",
 ) -> Workspace:
     """Make a workspace (collective). One can serve all layers of equal sizes.
 
@@ -103,6 +126,7 @@ def create_workspace(
         max_tokens: the most tokens of any rank in any call.
         hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size: H, I, E, K and the
             shared expert's I.
+        precision: "bf16", or "mxfp8": routed weights are then what ``mok.mxfp8_quantize`` returns.
 
     Raises:
         ShapeError, ResourceError, CapacityError, DriverError, DeviceError: a limit, named.
@@ -113,8 +137,14 @@ def create_workspace(
     )
     from mok.runtime.workspace import Workspace
 
-    workspace = Workspace(group, shape, config, max(max_tokens, 1), **arguments)
-    _check_config(config, workspace)
+    workspace = Workspace(
+        group, shape, config, max(max_tokens, 1), precision=precision, **arguments
+    )
+    try:
+        _check_config(config, workspace)
+    except MokError:
+        workspace.close()
+        raise
     return workspace
 
 
@@ -130,6 +160,7 @@ def get_workspace(
     num_experts: int,
     topk: int,
     shared_intermediate_size: int | None = None,
+    precision: str = "bf16",
 ) -> Workspace:
     """``create_workspace``, cached by its arguments. ``clear_workspace_cache`` empties the cache."""
     _check_max_tokens(max_tokens)
@@ -138,7 +169,9 @@ def get_workspace(
     )
     from mok.runtime import workspace as workspaces
 
-    found = workspaces.get_workspace(group, shape, config, max(max_tokens, 1), **arguments)
+    found = workspaces.get_workspace(
+        group, shape, config, max(max_tokens, 1), precision=precision, **arguments
+    )
     _check_config(config, found)
     return found
 
@@ -198,6 +231,7 @@ def _check_config(config: Config, workspace: Workspace) -> None:
 
 
 @also_upstream
+@on_device(0)
 def build_schedule(
     workspace: Workspace,
     config: Config,
@@ -299,7 +333,7 @@ def build_schedule(
             stream,
         )
         ranks.append(b)
-    return Schedule(ranks, ids)
+    return Schedule(ranks, ids, schedule_sizes(workspace))
 
 
 def _check_ids(ids: Tensor, num_experts: int) -> None:
@@ -319,6 +353,7 @@ def _check_ids(ids: Tensor, num_experts: int) -> None:
 
 
 @also_upstream
+@on_device(1)
 def forward(
     config: Config,
     workspace: Workspace,
@@ -342,7 +377,8 @@ def forward(
         x: BF16 [T, H].
         router_weights: FP32 [T, K]; NaN propagates to its token.
         shared_gate, shared_up, shared_down: BF16 [Is, H], [Is, H], [H, Is], or all None.
-        routed_gate, routed_up, routed_down: BF16 [El, I, H], [El, I, H], [El, H, I] of this rank.
+        routed_gate, routed_up, routed_down: BF16 [El, I, H], [El, I, H], [El, H, I] of this rank;
+            with precision "mxfp8" Mxfp8Weight of these shapes, in the normal orientation.
         swiglu_limit: clamp gate from above and up on both sides; None clamps nothing.
         save_context: also keep what backward needs. The output has the same bits either way.
         shared_scale: FP32 [T], multiplies the shared expert's output (a gated shared expert).
@@ -373,6 +409,7 @@ def forward(
 
 
 @also_upstream
+@on_device(1)
 def recompute_forward_context(
     config: Config,
     workspace: Workspace,
@@ -408,6 +445,7 @@ def recompute_forward_context(
 
 
 @also_upstream
+@on_device(1)
 def backward(
     config: Config,
     workspace: Workspace,

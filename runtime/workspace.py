@@ -113,13 +113,14 @@ class Workspace:
         max_tokens: the most tokens of any rank in any call.
         device: torch device; by default the group's, else the current one.
         arch: what kernels are compiled for; by default the device's.
+        precision: of the routed experts, "bf16" or "mxfp8".
         memory: "cuda", or "host" for the emulator.
 
     Attributes, beyond the arguments (all contiguous; None where the plan has no such buffer):
         sizes: the plan, with ``capacity``, ``y_rows`` and the counters' layout.
         heap: symmetric memory; ``heap.stride`` is the kernels' rank_stride.
         ids, num_tokens, x, slots: SymmetricTensor; ``.base_address`` is rank 0's, as kernels want.
-        x_ring, hidden, y, shared_hidden, shared_y, counter_words, counts, totals, local_ids,
+        x_ring, hidden, y, shared_hidden, counter_words, counts, totals, local_ids,
             rank_starts: torch tensors.
         schedules: {rank: ScheduleBuffers} of this process' ranks.
         records: error words; ``records.wait_address(rank)`` and so on go to kernels.
@@ -134,12 +135,14 @@ class Workspace:
     ids: SymmetricTensor
     num_tokens: SymmetricTensor
     x: SymmetricTensor | None
+    x_wire_scales: SymmetricTensor | None
     slots: SymmetricTensor | None
     x_ring: torch.Tensor | None
+    x_scales: torch.Tensor | None
+    hidden_scales: torch.Tensor | None
     hidden: torch.Tensor
     y: torch.Tensor
     shared_hidden: torch.Tensor | None
-    shared_y: torch.Tensor | None
     counts: torch.Tensor
     totals: torch.Tensor
     local_ids: torch.Tensor
@@ -154,6 +157,7 @@ class Workspace:
         device: Any = None,
         arch: str | None = None,
         memory: Literal["cuda", "host"] = "cuda",
+        precision: str = "bf16",
     ) -> None:
         if shape.ep_size != group.size:
             raise GroupError(
@@ -165,6 +169,7 @@ class Workspace:
         self.max_tokens = max_tokens
         self.device = _device(device if device is not None else group.device, memory)
         self.arch = arch or _arch(self.device)
+        self.precision = precision
         self.closed = False
         self.call = 0
         self._backward: BackwardBuffers | None = None
@@ -172,13 +177,21 @@ class Workspace:
         self.recorder = Recorder(self)  # of calls with Config(trace=True)
         self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
-        self.sizes = plan_workspace(shape, config, max_tokens, self.arch)
+        self.sizes = plan_workspace(shape, config, max_tokens, self.arch, precision)
         sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.topk]
         sizes += [shape.shared_intermediate_size or 0, max_tokens]
         agree(
             group.rendezvous,
-            "the workspace's sizes (H, I, E, K, shared I, max_tokens, minibatch, macrobatch, arch)",
-            [*sizes, config.minibatch_size, config.macrobatch_size, self.arch],
+            "the workspace's sizes (H, I, E, K, shared I, max_tokens, minibatch, macrobatch, arch, "
+            "precision, wire)",
+            [
+                *sizes,
+                config.minibatch_size,
+                config.macrobatch_size,
+                self.arch,
+                precision,
+                self.sizes.wire,
+            ],
         )
         with contextlib.ExitStack() as undo:
             self._allocate(memory, undo)
@@ -193,7 +206,10 @@ class Workspace:
         self.records = Records(self.heap.memory, group.size, group.local_ranks)
         undo.callback(self.records.close)
         self.barrier = Barrier(self.heap, self.records, self.arch, self.config.timeout_s)
-        for name in ("x", "slots", "x_ring", "shared_hidden", "shared_y"):
+        absent = (
+            "x", "x_wire_scales", "slots", "x_ring", "x_scales", "hidden_scales", "shared_hidden"
+        )  # fmt: skip
+        for name in absent:
             setattr(self, name, None)
         with together(group.rendezvous, "Making the workspace"):
             self._fill_in()
@@ -434,6 +450,7 @@ def get_workspace(
     device: Any = None,
     arch: str | None = None,
     memory: Literal["cuda", "host"] = "cuda",
+    precision: str = "bf16",
 ) -> Workspace:
     """A workspace for these sizes, made at the first call and shared by all later ones.
 
@@ -451,10 +468,11 @@ def get_workspace(
         config,
         max_tokens,
         arch,
+        precision,
     )
     found = _cache.get(key)
     if found is None or found.closed or found.group is not group:
-        found = Workspace(group, shape, config, max_tokens, where, arch, memory)
+        found = Workspace(group, shape, config, max_tokens, where, arch, memory, precision)
         _cache[key] = found
     return found
 

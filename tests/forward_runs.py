@@ -11,7 +11,14 @@ from torch import Tensor
 from mok.config import Shape
 from mok.kernels_cute.machine import check_launch, machine_of
 from mok.kernels_cute.program import counter_layout
-from mok.reference import Case, schedule_reference, token_sum
+from mok.reference import (
+    Case,
+    quantise,
+    schedule_reference,
+    through_mxfp8,
+    tile_scales,
+    token_sum,
+)
 from mok.runtime.compile import Kernel, KernelSpec, get_kernel
 from mok.runtime.launch import launch
 from tests.helpers import stream_of
@@ -26,11 +33,11 @@ def forward_kernel(arch: str, **config) -> Kernel:
 
 
 @contextlib.contextmanager
-def emulated(arch: str, num_sms: int, seed: int | None = None) -> Iterator:
+def emulated(arch: str, num_sms: int, seed: int | None = None, **options) -> Iterator:
     """An emulated GPU; kernels launched inside run on CPU tensors."""
     from mok.tools.emulator import Emulator
 
-    with Emulator(arch, num_sms=num_sms, seed=seed) as emulator:
+    with Emulator(arch, num_sms=num_sms, seed=seed, **options) as emulator:
         yield emulator
 
 
@@ -42,7 +49,7 @@ class ForwardRun:
         tokens_per_rank: how the tokens are split; evenly by default.
         minibatch, macrobatch: rows.
         grid, num_comm_ctas: CTAs. num_sms: of the device.
-        config: of ``ForwardKernel``.
+        mxfp8: routed experts in MXFP8. config: of ``ForwardKernel``.
     """
 
     def __init__(
@@ -58,10 +65,17 @@ class ForwardRun:
         num_comm_ctas: int = 0,
         num_sms: int = 8,
         device: torch.device | str = "cpu",
+        mxfp8: bool = False,
+        wire: bool = False,
         **config,
     ):
         self.case, self.arch, self.device = case, arch, torch.device(device)
         self.direct = ep_size == 1 and num_comm_ctas == 0
+        self.mxfp8 = mxfp8
+        self.scaled = mxfp8 and arch != "sm_90a"  # the MMA takes E4M3 and scales
+        config["mxfp8"] = mxfp8
+        if wire:
+            config["wire"] = True
         self.lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
         self.minibatch, self.macrobatch = minibatch, macrobatch
         self.grid, self.num_comm_ctas, self.ep_size = grid, num_comm_ctas, ep_size
@@ -80,8 +94,18 @@ class ForwardRun:
         self.heap = torch.full(
             (ep_size * self.stride,), torch.nan, dtype=torch.bfloat16, device=device
         )
+        self.x_of: list[Tensor] = []
         for r, x in enumerate(case.x.split(self.lengths)):
-            self.heap[r * self.stride :][: x.numel()] = x.reshape(-1)
+            part = self.heap[r * self.stride :]
+            if not wire:
+                part[: x.numel()] = x.reshape(-1)
+            elif x.numel():
+                # E4M3 in the first half of the place of x, its plain scales behind them.
+                q = quantise(x)
+                part[: x.numel() // 2] = q.data.view(torch.bfloat16).reshape(-1)
+                scales = q.scales.view(torch.uint8).reshape(-1).view(torch.bfloat16)
+                part[self.slots_at // 2 :][: len(scales)] = scales
+            self.x_of.append(x)
         self.record = torch.zeros(16, dtype=torch.int32, device=device)
         self.gate = 0
         self.saved: list[dict[str, Tensor]] = []
@@ -108,7 +132,7 @@ class ForwardRun:
         layout = counter_layout(minibatches, blocks, -(-tokens // self.tile))
         words = lambda size: torch.zeros(max(size, 1), dtype=torch.int32, device=self.device)  # noqa: E731
         x = self.empty(tokens, hidden)
-        x[:tokens] = self.heap[rank * self.stride :][: tokens * hidden].view(tokens, hidden)
+        x[:tokens] = self.x_of[rank]
         b = {
             "x_ring": self.empty(self.macrobatch, hidden),
             "hidden": self.empty(self.macrobatch, intermediate),
@@ -130,15 +154,34 @@ class ForwardRun:
                 b[name] = words(1)
         self.saved.append(b)
         weights = [
-            t if t.numel() else self.empty(1) for t in (experts.gate, experts.up, experts.down)
+            t if t.numel() else self.empty(1, 128, 128)
+            for t in (experts.gate, experts.up, experts.down)
         ]
+        scales = [words(1) for _ in range(5)]
+        if self.scaled:
+            parts = [quantise(w) for w in weights]
+            weights = [q.data for q in parts]
+            scales[:3] = [tile_scales(q.scales) for q in parts]
+            scales[3:] = [
+                torch.full(
+                    (self.macrobatch * n // 32,), 0xFF, dtype=torch.uint8, device=self.device
+                )
+                for n in (hidden, intermediate)
+            ]
+            for name, n in (("x_ring", hidden), ("hidden", intermediate)):
+                b[name] = torch.full(
+                    (self.macrobatch, n), 0x7F, dtype=torch.uint8, device=self.device
+                )
+        elif self.mxfp8:
+            weights = [through_mxfp8(w) for w in weights]
+        self.keep = (weights, scales)
         shared = (
             [case.shared.gate, case.shared.up, case.shared.down]
             if case.shared
             else [self.empty(64) for _ in range(3)]
         )
         if register is not None:
-            register(x, *b.values(), *weights, *shared, *self.tensors())
+            register(x, *b.values(), *weights, *scales, *shared, *self.tensors())
         launch(
             self.kernel,
             x.data_ptr(),
@@ -146,7 +189,9 @@ class ForwardRun:
             *(b[n].data_ptr() for n in ("peer_rank", "peer_token_idx", "block_expert", "num_rows")),
             *(b[n].data_ptr() for n in ("x_ring", "hidden", "y", "shared_hidden", "shared_y")),
             *(b[n].data_ptr() for n in ("gate", "up", "shared_gate", "shared_up")),
+            *(t.data_ptr() for t in scales),
             self.heap.data_ptr(),
+            self.heap.data_ptr() + self.slots_at,  # half of x's place: see the constructor
             self.heap.data_ptr() + 2 * self.slots_at,
             2 * self.stride,
             b["counters"].data_ptr(),

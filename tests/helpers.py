@@ -19,6 +19,7 @@ KERNELS = {
     "backward": "mok.kernels_cute.backward.kernel:BackwardKernel",
     "forward": "mok.kernels_cute.forward:ForwardKernel",
     "plan": "mok.kernels_cute.backward.plan_kernel:PlanKernel",
+    "quantise": "mok.kernels_cute.quantise:QuantiseKernel",
     "router_grad": "mok.kernels_cute.router_grad:RouterGradKernel",
     "schedule": "mok.kernels_cute.schedule.build:ScheduleKernel",
     "stage_ids": "mok.kernels_cute.schedule.stage:StageIdsKernel",
@@ -27,9 +28,9 @@ KERNELS = {
 POISON = -987654321  # what output memory holds before a kernel runs
 
 
-def kernel(name: str, arch: str, **config: Hashable) -> Kernel:
-    """A compiled kernel of ``KERNELS``."""
-    return get_kernel(KernelSpec.of(name, arch, KERNELS[name], **config))
+def kernel(name: str, target: str, **config: Hashable) -> Kernel:
+    """A compiled kernel of ``KERNELS`` for architecture ``target``."""
+    return get_kernel(KernelSpec(name, target, KERNELS[name], tuple(sorted(config.items()))))
 
 
 def opcodes(ptx: str) -> Counter[str]:

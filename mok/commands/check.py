@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 NAME = "check"
 HELP = "check results against the oracle"
 
-WHAT = ("forward", "all")
+MXFP8_ON_HOPPER = " MXFP8 on Hopper gives the same numbers as on Blackwell, not speed."
+WHAT = ("forward", "mxfp8", "all")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
     from mok import processes
     from mok.backends import choose_backend
-    from mok.commands.check_cases import forward_cases, on_processes
+    from mok.commands.check_cases import forward_cases, mxfp8_cases, on_processes
 
     backend = choose_backend(args.arch, args.emulate)
     ranks = processes.group()
@@ -41,21 +42,38 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         torch.set_num_threads(1)  # small matrices: threads cost more than they give
     cases = []
     with progress.status("Checking …") as status:
-        chosen = forward_cases(backend, args.model, args.quick)
         if ranks is not None:
             processes.require_kernel(backend.kind, backend.note)
-            chosen = on_processes(chosen, ranks.size)
-        for case in chosen:
-            status.update(f"Checking {case.name} …")
-            cases.append(run_case(case, backend))
+        makers = {"forward": forward_cases, "mxfp8": mxfp8_cases}
+        for what, make in makers.items():
+            if args.what not in (what, "all"):
+                continue
+            chosen = make(backend, args.model, args.quick)
+            if ranks is not None:
+                chosen = on_processes(chosen, ranks.size)
+            for case in chosen:
+                status.update(f"Checking {case.name} …")
+                cases += run_case(case, backend)
     size = 1 if ranks is None else ranks.size
-    return {"backend": backend.name, "note": backend.note, "processes": size, "cases": cases}
+    note = backend.note
+    if args.what != "forward" and backend.arch == "sm_90a":
+        note += MXFP8_ON_HOPPER
+    return {"backend": backend.name, "note": note, "processes": size, "cases": cases}
 
 
-def run_case(case: CheckCase, backend: Backend) -> dict[str, Any]:
-    """One row of the document: the case's error and whether it is within the limit."""
+def run_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
+    """Rows of the document: the case's error and whether it is within the limit.
+
+    In MXFP8 random values have two rows: against the quantised reference, and against FP32.
+    """
     from mok.backends import run_forward
-    from mok.reference import forward_loop, forward_oracle, relative_l2
+    from mok.reference import (
+        MXFP8_LIMIT,
+        forward_loop,
+        forward_oracle,
+        forward_reference,
+        relative_l2,
+    )
 
     inputs = case.make()
     found = run_forward(
@@ -64,20 +82,25 @@ def run_case(case: CheckCase, backend: Backend) -> dict[str, Any]:
         backend,
         config=case.config,
         tokens_per_rank=case.tokens_per_rank,
+        precision=case.precision,
     )
     # On a GPU the loop would take hours; the integer cases are exact in FP32 as well.
     expected = forward_oracle(inputs) if backend.on_gpu else forward_loop(inputs)
+
+    def row(name: str, value: float, limit: float) -> dict[str, Any]:
+        return {
+            "name": name, "metric": case.metric, "value": value, "limit": limit, "ok": value <= limit,
+        }  # fmt: skip
+
     if case.metric == "mismatches":
-        value = float((found != expected.bfloat16()).sum())
-    else:
-        value = relative_l2(found, expected)
-    return {
-        "name": case.name,
-        "metric": case.metric,
-        "value": value,
-        "limit": case.limit,
-        "ok": value <= case.limit,
-    }
+        return [row(case.name, float((found != expected.bfloat16()).sum()), case.limit)]
+    rows = [row(case.name, relative_l2(found, expected), case.limit)]
+    if case.precision == "mxfp8":
+        quantised = forward_reference(inputs, case.ep_size, precision="mxfp8")
+        rows.append(
+            row(f"{case.name}, against the quantised", relative_l2(found, quantised), MXFP8_LIMIT)
+        )
+    return rows
 
 
 def passed(document: dict[str, Any]) -> bool:

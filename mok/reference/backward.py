@@ -18,6 +18,7 @@ from mok.config import Shape
 from mok.errors import MokError
 from mok.reference.cases import Case, Experts
 from mok.reference.layer import LOG2_E, partition, token_sum
+from mok.reference.mxfp8 import PRECISIONS, Precision, precision_of
 from mok.reference.precision import fma32, ieee_matmul
 from mok.reference.router_grad import row_partials, sum_groups
 from mok.reference.schedule import RankSchedule, schedule_reference
@@ -96,6 +97,24 @@ def swiglu_backward(
     )
 
 
+class _Weights(NamedTuple):
+    """Experts as the three kinds of GEMM see them, quantised along the contraction in MXFP8."""
+
+    forward: Experts  # gate and up along H
+    dgrad: Experts  # gate and up along I, down along H
+
+    @staticmethod
+    def of(experts: Experts, precision: Precision) -> _Weights:
+        gate, up, down = _parts(experts)
+        return _Weights(
+            Experts(precision.rows(gate), precision.rows(up), down),
+            Experts(*(precision.along(w, 1) for w in (gate, up, down))),
+        )
+
+
+_BF16 = PRECISIONS["bf16"]
+
+
 class _Rows(NamedTuple):
     """Rows of one expert between the steps of backward, BF16."""
 
@@ -123,7 +142,13 @@ def _pre_activations(rows: _Rows, at: Tensor, experts: Experts, expert: int) -> 
 
 
 def _data_gradients(
-    rows: _Rows, at: Tensor, experts: Experts, expert: int, weight: Tensor, limit: float | None
+    rows: _Rows,
+    at: Tensor,
+    experts: Experts,
+    expert: int,
+    weight: Tensor,
+    limit: float | None,
+    precision: Precision = _BF16,
 ) -> tuple[Tensor, Tensor]:
     """dx BF16 [len(at), H] and d_w FP32 [len(at)] of one expert's rows; fills what the weight
     gradients need."""
@@ -132,18 +157,24 @@ def _data_gradients(
     rows.d_gate[at] = act.d_gate.bfloat16()
     rows.d_up[at] = act.d_up.bfloat16()
     rows.weighted[at] = act.weighted.bfloat16()
-    dx = rows.d_gate[at].float() @ experts.gate[expert].float()
-    dx += rows.d_up[at].float() @ experts.up[expert].float()
+    dx = precision.rows(rows.d_gate[at]).float() @ experts.gate[expert].float()
+    dx += precision.rows(rows.d_up[at]).float() @ experts.up[expert].float()
     return dx.bfloat16(), sum_groups(row_partials(d, act.hidden))
 
 
-def _weight_gradients(rows: _Rows, at: Tensor) -> Experts:
-    """FP32 sums over rows of one expert: gate, up [1, I, H], down [1, H, I]."""
-    x, dy = rows.x[at].float(), rows.dy[at].float()
+def _weight_gradients(rows: _Rows, at: Tensor, precision: Precision = _BF16) -> Experts:
+    """FP32 sums over rows of one expert: gate, up [1, I, H], down [1, H, I].
+
+    In MXFP8 ``at`` holds whole blocks of 32 rows, padding (zeros) included.
+    """
+    x, dy, d_gate, d_up, weighted = (
+        precision.along(part[at], 0).float()
+        for part in (rows.x, rows.dy, rows.d_gate, rows.d_up, rows.weighted)
+    )
     return Experts(
-        gate=(rows.d_gate[at].float().t() @ x).unsqueeze(0),
-        up=(rows.d_up[at].float().t() @ x).unsqueeze(0),
-        down=(dy.t() @ rows.weighted[at].float()).unsqueeze(0),
+        gate=(d_gate.t() @ x).unsqueeze(0),
+        up=(d_up.t() @ x).unsqueeze(0),
+        down=(dy.t() @ weighted).unsqueeze(0),
     )
 
 
@@ -151,7 +182,7 @@ class _VirtualRank:
     """One rank's inputs, and the slots into which its peers push."""
 
     def __init__(
-        self, schedule: RankSchedule, experts: Experts, x: Tensor, dy: Tensor, weights: Tensor
+        self, schedule: RankSchedule, experts: _Weights, x: Tensor, dy: Tensor, weights: Tensor
     ) -> None:
         self.schedule = schedule
         self.experts = experts
@@ -173,7 +204,9 @@ class _Backward:
         macrobatch: int,
         tile: int,
         limit: float | None,
+        precision: Precision,
     ) -> None:
+        self.precision = precision
         self.ranks = ranks
         self.me = ranks[me]
         self.minibatch = minibatch
@@ -182,13 +215,13 @@ class _Backward:
         self.topk = self.me.weights.shape[1]
         self.row_expert = self.me.schedule.block_expert.repeat_interleave(tile)
         self.num_rows = self.me.schedule.num_tokens
-        gate = self.me.experts.gate
+        gate = self.me.experts.forward.gate
         self.ring = _Rows.empty(macrobatch, gate.shape[2], gate.shape[1], gate)
         self.row_weight = self.me.weights.new_full((macrobatch,), torch.nan)
 
     def run(self) -> Experts:
         """All minibatches, ascending; FP32 weight gradients of this rank's experts."""
-        experts = self.me.experts
+        experts = self.me.experts.forward
         sums = Experts(*(torch.zeros_like(w, dtype=torch.float32) for w in _parts(experts)))
         starts = range(0, self.num_rows, self.minibatch)
         for start in starts:
@@ -200,10 +233,11 @@ class _Backward:
                 self.each_expert(start, self.replay)
             self.each_expert(start, self.gradients_and_push)
             for expert, first, end in self.groups_ending_in(start):
-                at = self.real(first, end) % self.macrobatch
-                for total, part in zip(
-                    _parts(sums), _parts(_weight_gradients(self.ring, at)), strict=True
-                ):
+                rows = self.real(first, end)
+                if self.precision is not _BF16:
+                    rows = torch.arange(first, end, device=rows.device)
+                parts = _weight_gradients(self.ring, rows % self.macrobatch, self.precision)
+                for total, part in zip(_parts(sums), _parts(parts), strict=True):
                     total[expert] += part[0]
                 # Groups lie in row order: what ends before this one's end has been read.
                 while min(freed + self.minibatch, self.num_rows) <= end and freed < end:
@@ -245,27 +279,33 @@ class _Backward:
 
     def dispatch(self, start: int) -> None:
         """Pull dy, router weights and x. Of macrobatch 0, forward saved x, gate and up."""
-        rows = self.real(start, min(start + self.minibatch, self.num_rows))
+        end = min(start + self.minibatch, self.num_rows)
+        rows = self.real(start, end)
+        if self.precision is not _BF16:  # padding shares blocks with real rows
+            places = torch.arange(start, end, device=rows.device) % self.macrobatch
+            for buffer in self.ring:
+                buffer[places] = 0
         source = self.me.schedule.peer_rank[rows]
         route = self.me.schedule.peer_token_idx[rows].long()
         for rank, peer in enumerate(self.ranks):
             here = source == rank
             place, routes = rows[here] % self.macrobatch, route[here]
-            self.ring.x[place] = peer.x[routes // self.topk]
-            self.ring.dy[place] = peer.dy[routes // self.topk]
+            self.ring.x[place] = self.precision.rows(peer.x[routes // self.topk])
+            self.ring.dy[place] = self.precision.rows(peer.dy[routes // self.topk])
             self.row_weight[place] = peer.weights.flatten()[routes]
         if start < self.macrobatch:
             self.each_expert(start, self.replay)
 
     def replay(self, expert: int, rows: Tensor) -> None:
-        _pre_activations(self.ring, rows % self.macrobatch, self.me.experts, expert)
+        _pre_activations(self.ring, rows % self.macrobatch, self.me.experts.forward, expert)
 
     def gradients_and_push(self, expert: int, rows: Tensor) -> None:
         """dx and d_w of one expert's rows, to the slots of their routes."""
         at = rows % self.macrobatch
         dx, d_w = _data_gradients(
-            self.ring, at, self.me.experts, expert, self.row_weight[at], self.limit
-        )
+            self.ring, at, self.me.experts.dgrad, expert, self.row_weight[at], self.limit,
+            self.precision,
+        )  # fmt: skip
         target = self.me.schedule.peer_rank[rows]
         route = self.me.schedule.peer_token_idx[rows].long()
         for rank, peer in enumerate(self.ranks):
@@ -299,6 +339,7 @@ def backward_reference(
     macrobatch: int | None = None,
     grad_mode: str = "bf16",
     into: Gradients | None = None,
+    precision: str = "bf16",
 ) -> Gradients:
     """The layer's gradients as the kernel computes them, on ``ep_size`` virtual ranks.
 
@@ -313,6 +354,10 @@ def backward_reference(
         tokens_per_rank, tile, minibatch, macrobatch: as for ``forward_reference``.
         grad_mode: weight gradients as "bf16" or "fp32"; or "bf16_add" or "fp32_add": added in FP32
             to those of ``into``, which have that dtype.
+        precision: of the routed experts' GEMMs. With "mxfp8" x and dy are quantised along H when they
+            are pulled, and their token-axis copies are made from the results; d_gate and d_up along I
+            and, like w·hidden, along the tokens; weights along the contraction of each GEMM. Blocks
+            along the tokens are of 32 rows of a padded segment.
 
     Returns:
         x BF16, router weights and shared scale FP32, weights by ``grad_mode``.
@@ -331,8 +376,15 @@ def backward_reference(
     ids = case.top_experts.split(lengths)
     schedules = schedule_reference(ids, num_experts, ep_size, tile)
     placement = Shape(0, 64, 64, num_experts, topk, ep_size)
+    numerics = precision_of(precision)
     ranks = [
-        _VirtualRank(schedule, case.routed[local.start : local.stop], x, d, weights)
+        _VirtualRank(
+            schedule,
+            _Weights.of(case.routed[local.start : local.stop], numerics),
+            x,
+            d,
+            weights,
+        )
         for schedule, local, x, d, weights in zip(
             schedules,
             (placement.experts_on(r) for r in range(ep_size)),
@@ -345,7 +397,7 @@ def backward_reference(
     scales = _scales(case).split(lengths)
     with ieee_matmul():
         routed = [
-            _Backward(ranks, r, minibatch, macrobatch, tile, case.swiglu_limit).run()
+            _Backward(ranks, r, minibatch, macrobatch, tile, case.swiglu_limit, numerics).run()
             for r in range(ep_size)
         ]
         # The device barrier: from here on every slot has been pushed.

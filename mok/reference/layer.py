@@ -15,6 +15,7 @@ from torch import Tensor
 from mok.config import Shape
 from mok.errors import ShapeError
 from mok.reference.cases import Case, Experts
+from mok.reference.mxfp8 import PRECISIONS, Precision, precision_of
 from mok.reference.precision import fma32, ieee_matmul
 from mok.reference.schedule import RankSchedule, schedule_reference
 
@@ -33,12 +34,21 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
     return (gate * sigmoid * up).bfloat16()
 
 
-def ffn(x: Tensor, experts: Experts, expert: int, limit: float | None) -> Tensor:
-    """One expert on rows x, BF16 [R, H] → y, BF16 [R, H]; FP32 accumulation, hidden in BF16."""
+def ffn(
+    x: Tensor,
+    experts: Experts,
+    expert: int,
+    limit: float | None,
+    precision: Precision = PRECISIONS["bf16"],
+) -> Tensor:
+    """One expert on rows x, BF16 [R, H] → y, BF16 [R, H]; FP32 accumulation, hidden in BF16.
+
+    x and the weights are as the GEMM sees them; hidden goes through ``precision`` here.
+    """
     rows = x.float()
     gate = rows @ experts.gate[expert].float().t()
     up = rows @ experts.up[expert].float().t()
-    hidden = swiglu(gate, up, limit)
+    hidden = precision.rows(swiglu(gate, up, limit))
     return (hidden.float() @ experts.down[expert].float().t()).bfloat16()
 
 
@@ -104,12 +114,19 @@ class _Forward:
     """The routed experts of one rank, minibatch by minibatch."""
 
     def __init__(
-        self, ranks: list[_VirtualRank], me: int, minibatch: int, macrobatch: int, tile: int
+        self,
+        ranks: list[_VirtualRank],
+        me: int,
+        minibatch: int,
+        macrobatch: int,
+        tile: int,
+        precision: Precision,
     ) -> None:
         self.ranks = ranks
         self.me = ranks[me]
         self.minibatch = minibatch
         self.macrobatch = macrobatch
+        self.precision = precision
         self.topk = self.me.top_experts.shape[1]
         self.row_expert = self.me.schedule.block_expert.repeat_interleave(tile)
 
@@ -149,14 +166,16 @@ class _Forward:
         token = self.me.schedule.peer_token_idx[rows] // self.topk
         for rank, peer in enumerate(self.ranks):
             pulled = source == rank
-            self.me.x_ring[places[pulled]] = peer.x[token[pulled]]
+            self.me.x_ring[places[pulled]] = self.precision.rows(peer.x[token[pulled]])
 
     def compute(self, start: int, limit: float | None) -> None:
         rows, places = self.rows(start)
         row_expert = self.row_expert[rows]
         for expert in row_expert.unique().tolist():
             here = places[row_expert == expert]
-            self.me.y_ring[here] = ffn(self.me.x_ring[here], self.me.experts, expert, limit)
+            self.me.y_ring[here] = ffn(
+                self.me.x_ring[here], self.me.experts, expert, limit, self.precision
+            )
 
     def combine(self, start: int) -> None:
         """Push y to the private slot of each route on the token's own rank."""
@@ -204,6 +223,7 @@ def forward_reference(
     tile: int = 128,
     minibatch: int | None = None,
     macrobatch: int | None = None,
+    precision: str = "bf16",
 ) -> Tensor:
     """The layer's output as the kernel computes it, on ``ep_size`` virtual ranks.
 
@@ -211,6 +231,8 @@ def forward_reference(
         tokens_per_rank: how the N tokens are split, in order; evenly by default.
         tile: rows to which segments are padded (128 on SM90, 256 on SM100 and SM103).
         minibatch, macrobatch: rows; by default one tile, and a ring of four minibatches.
+        precision: of the routed experts' GEMMs. With "mxfp8" x is quantised in dispatch, hidden in the
+            epilogue of SwiGLU, weights along their contraction; the shared expert stays BF16.
 
     Returns:
         BF16 [N, H], the ranks' outputs one after the other.
@@ -219,6 +241,10 @@ def forward_reference(
         case, ep_size, tokens_per_rank, tile, minibatch, macrobatch
     )
     num_experts = case.routed.gate.shape[0]
+    numerics = precision_of(precision)
+    weights_seen = Experts(
+        *(numerics.rows(w) for w in (case.routed.gate, case.routed.up, case.routed.down))
+    )
     ids = case.top_experts.split(lengths)
     schedules = schedule_reference(ids, num_experts, ep_size, tile)
     placement = Shape(0, 64, 64, num_experts, ids[0].shape[1], ep_size)
@@ -228,11 +254,11 @@ def forward_reference(
         zip(case.x.split(lengths), case.router_weights.split(lengths), strict=True)
     ):
         local = placement.experts_on(r)
-        experts = case.routed[local.start : local.stop]
+        experts = weights_seen[local.start : local.stop]
         ranks.append(_VirtualRank(schedules[r], experts, x, ids[r], weights, macrobatch))
     with ieee_matmul():
         for r in range(ep_size):
-            _Forward(ranks, r, minibatch, macrobatch, tile).run(case.swiglu_limit)
+            _Forward(ranks, r, minibatch, macrobatch, tile, numerics).run(case.swiglu_limit)
         # The device barrier: from here on every slot has been pushed.
         outputs = []
         for rank, scale in zip(ranks, scales, strict=True):

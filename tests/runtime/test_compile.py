@@ -249,6 +249,17 @@ def test_sources_edited_under_a_running_process_are_not_cached(monkeypatch, tmp_
     assert len(entries()) == 1
 
 
+@pytest.mark.usefixtures("dsl")
+def test_our_own_sources_count_from_the_import_on(monkeypatch):
+    """Not from a factory's first compilation: what was imported before is older then."""
+    from mok.runtime import compile as compiling
+
+    monkeypatch.setitem(compiling._first_digests, "sync.py", "as it was when imported")
+    with pytest.warns(RuntimeWarning, match=r"sources changed .*\(sync.py\)"):
+        kernel = get_kernel(KernelSpec.of("scale", "sm_90a", "toy_kernels:Scale", constant=9))
+    assert not kernel.from_cache and entries() == []
+
+
 # ---------------------------------------------------------------- reports and errors
 
 
