@@ -306,7 +306,11 @@ class BackwardCall(Call):
             "swiglu_limit": self.limit,
         }
         launch(
-            get_kernel(kernels.backward_spec(w.arch, self.direct, self.grad_mode)),
+            get_kernel(
+                kernels.backward_spec(
+                    w.arch, self.direct, self.grad_mode, self.config.launch_control
+                )
+            ),
             *arguments.values(),
             self.stream,
         )
