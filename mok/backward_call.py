@@ -210,6 +210,7 @@ class BackwardCall(Call):
             -(-tokens // self.sizes.tile),
         )
         self.zero_counters(layout.size)
+        self.workspace.backward_words = (layout, self._counter_sets[0])
         return plans
 
     def run_backward(
