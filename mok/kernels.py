@@ -165,6 +165,23 @@ def forward_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
     return kernels
 
 
+def mxfp8_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
+    """Every kernel that the weights and a forward call in MXFP8 may launch; rows always pass the ring."""
+    kernels = [
+        quantise_spec(arch, True, False, machine_of(arch).scaled_stages == 0),
+        quantise_rows_spec(arch),
+        stage_ids_spec(arch),
+        schedule_spec(arch),
+        token_sum_spec(arch, False, has_shared),
+        recompute_spec(arch, False, mxfp8=True),
+    ]
+    for wire in (False, True):
+        kernels += [
+            forward_spec(arch, False, save, mxfp8=True, wire=wire) for save in (False, True)
+        ]
+    return kernels
+
+
 def backward_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> list[KernelSpec]:
     """Every kernel that a backward call may launch; none where backward does not exist yet."""
     if arch not in BACKWARD_ARCHS:
