@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from mok.errors import ResourceError
 
-from . import comm, program, sync, trace, tracing
+from . import comm, sync, trace, tracing
 from .forward_roles import (
     Buffers,
     Context,
@@ -28,7 +28,6 @@ from .forward_roles import (
 )
 from .matrix import matrix
 from .program import Tile
-from .queue import DSL
 from .sync import int_ptr
 
 
@@ -233,27 +232,11 @@ class ForwardKernel(ForwardRoles):
             if cute.arch.thread_idx()[0] == 0:
                 ctx.tracer.open(watch.record, trace.RECOMPUTE if self.recompute else trace.FORWARD)
         shared = self.enter(storage, ctx.counters.started)
-        rows, tokens = cute.arch.load(schedule.num_rows, Int32), sizes.tokens
-        if cutlass.const_expr(not self.direct):
-            work = sync.goes_on(watch.gate)
-            rows, tokens = sync.select(work, rows, Int32(0)), sync.select(work, tokens, Int32(0))
-        prog = program.Forward(
-            rows=rows,
-            tokens=tokens,
-            hidden=sizes.hidden,
-            intermediate=sizes.intermediate,
-            shared_intermediate=sizes.shared_intermediate,
-            minibatch=sizes.minibatch,
-            macrobatch=sizes.macrobatch,
-            tile=self.tile,
-            ops=DSL,
-            recompute=self.recompute,
-        )
         if cutlass.const_expr(self.direct):
-            self.compute_cta(ctx, prog, shared)
+            self.compute_cta(ctx, shared)
         else:
             if shared.order < sizes.num_comm_ctas // self.ctas:
-                self.comm_cta(ctx, prog, shared)
+                self.comm_cta(ctx, shared)
                 self.cluster_sync()
             else:
-                self.compute_cta(ctx, prog, shared)
+                self.compute_cta(ctx, shared)

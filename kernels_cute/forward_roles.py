@@ -11,13 +11,12 @@ from .epilogue import quantise
 from .epilogue.swiglu import swiglu
 from .gemm.operands import RowSource, Tma
 from .invariant import Invariant
+from .machine import CHUNK_N
 from .megakernel import WARPS, MegaKernel
 from .program import DOWN, END, SHARED_DOWN, SHARED_UP, UP
-from .queue import Entry, next_slot
+from .queue import DSL, Entry, next_slot
 from .sync import int_ptr
 from .tracing import Tracer
-
-CHUNK_N = 64  # columns of a staging buffer
 
 
 class Sources(NamedTuple):
@@ -118,8 +117,31 @@ class ForwardRoles(MegaKernel):
 
     entry = Entry
 
+    def program(self, ctx) -> program.Forward:
+        """The task program; each role that needs it makes its own, so that no other role keeps its numbers.
+
+        A launch that the gate stops has no rows and no tokens.
+        """
+        sizes = ctx.sizes
+        rows, tokens = cute.arch.load(ctx.schedule.num_rows, Int32), sizes.tokens
+        if not self.direct:
+            work = sync.goes_on(ctx.watch.gate)
+            rows, tokens = sync.select(work, rows, Int32(0)), sync.select(work, tokens, Int32(0))
+        return program.Forward(
+            rows=rows,
+            tokens=tokens,
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            shared_intermediate=sizes.shared_intermediate,
+            minibatch=sizes.minibatch,
+            macrobatch=sizes.macrobatch,
+            tile=self.tile,
+            ops=DSL,
+            recompute=self.recompute,
+        )
+
     @cute.jit
-    def decode(self, ctx, prog, ticket):
+    def decode(self, ctx, prog, ticket, cursor):
         """The queue entry of a ticket. Tasks without K steps pass loads, MMA and epilogue by."""
         task = prog.task(ticket)
         kind, sizes = task.kind, ctx.sizes
@@ -137,7 +159,8 @@ class ForwardRoles(MegaKernel):
             k_tiles = sync.select(routed, k_size // self.mainloop.SCALED_K, k_tiles)
         k_tiles = sync.select(kind == END, Int32(0), k_tiles)
         ring_block = task.block % prog.ring_blocks
-        return Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
+        entry = Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
+        return entry, cursor
 
     @cute.jit
     def wait_for(self, ctx, prog, entry):
@@ -174,8 +197,9 @@ class ForwardRoles(MegaKernel):
             )  # fmt: skip
 
     @cute.jit
-    def load_role(self, ctx, prog, shared):
+    def load_role(self, ctx, shared):
         """Load the tiles of tasks that can run."""
+        prog = self.program(ctx)
         main, bars, sources, direct = self.mainloop, shared.bars, ctx.sources, self.direct
         sA, sB, rows = shared.sA, shared.sB_half, main.CTA_ROWS
         x = main.partition(sources.x, sA, rows)
@@ -196,7 +220,7 @@ class ForwardRoles(MegaKernel):
             down_scales = main.partition_scales(shared.storage, of.hidden, of.down, of.down)
 
         stage, phase = Int32(0), Int32(0)
-        feed = self.first_task(ctx)
+        feed = self.first_task(ctx, prog)
         kind = Int32(SHARED_UP)
         while kind != END:
             entry, feed = self.next_task(ctx, prog, shared, feed)
@@ -266,6 +290,7 @@ class ForwardRoles(MegaKernel):
         main, bars, queue = self.mainloop, shared.bars, shared.queue
         thread = cute.arch.thread_idx()[0] - self.first_gather_warp * 32
         sA_address = shared.sA.iterator.toint()
+        by_topk = sync.divider(ctx.sizes.topk)
         stage, phase = Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
         kind = Int32(SHARED_UP)
@@ -277,7 +302,7 @@ class ForwardRoles(MegaKernel):
                 first = self.row_tile(entry.block) * main.CTA_ROWS
                 stage, phase = main.gather(
                     bars, sA_address, ctx.sources.x_rows,
-                    ctx.schedule.rows.peer_token_idx + first, ctx.sizes.topk, thread,
+                    ctx.schedule.rows.peer_token_idx + first, by_topk, thread,
                     entry.k_tiles, stage, phase,
                 )  # fmt: skip
             else:
@@ -305,6 +330,11 @@ class ForwardRoles(MegaKernel):
                     chunk, chunk_phase = self.down_epilogue(shared, worker, at, chunk, chunk_phase)
                 at, phase = main.give_back(worker, bars, at, phase)
 
+    @property
+    def unrolled(self) -> bool:
+        """Whether accumulators need indices at compile time: registers, and columns kept in them."""
+        return self.hopper or self.scaled
+
     @cute.jit
     def hidden_epilogue(self, ctx, shared, worker, entry, at, chunk, phase):
         """The epilogue of up tasks: one for both kinds unless routed experts are quantised."""
@@ -325,7 +355,7 @@ class ForwardRoles(MegaKernel):
     ):
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
         chunks = self.tile.up_n // CHUNK_N
-        if cutlass.const_expr(self.hopper):  # registers have no run-time index
+        if cutlass.const_expr(self.unrolled):
             for c in cutlass.range_constexpr(chunks):
                 chunk, phase = self.up_chunk(
                     ctx, shared, worker, at, c * CHUNK_N, chunk, phase, quantised
@@ -384,32 +414,12 @@ class ForwardRoles(MegaKernel):
     def down_epilogue(self, shared, worker, at, chunk, phase):
         """y, rounded to BF16."""
         chunks = self.tile.down_n // CHUNK_N
-        if cutlass.const_expr(self.hopper):
+        if cutlass.const_expr(self.unrolled):
             for c in cutlass.range_constexpr(chunks):
                 chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
         else:
             for c in cutlass.range(chunks, unroll=1):
                 chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
-        return chunk, phase
-
-    def put_chunk(
-        self, shared, worker, at, columns, chunk, phase, formula=lambda value: value, quantised=None
-    ):
-        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result.
-
-        ``quantised`` is applied to the result once it is rounded to BF16.
-        """
-        main, staging = self.mainloop, self.staging
-        sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
-        for piece in range(staging.PIECES):
-            first = [column + piece * main.PIECE for column in columns]
-            values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
-            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
-            if quantised is not None:
-                packed = quantised(packed)
-            chunk, phase = staging.put_packed(
-                packed, shared.stores, sD_row, worker.row, chunk, phase, piece
-            )
         return chunk, phase
 
     @cute.jit
@@ -476,8 +486,9 @@ class ForwardRoles(MegaKernel):
                     )  # fmt: skip
 
     @cute.jit
-    def comm_cta(self, ctx, prog, shared):
+    def comm_cta(self, ctx, shared):
         """Take comm items in order: pull rows into the ring, push finished rows to their slots."""
+        prog = self.program(ctx)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers

@@ -22,12 +22,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import ptx_sm100, sync, tracing
+from . import ptx, ptx_sm100, sync, tracing
 from .epilogue.staging import RowStaging, Staging
 from .gemm import sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
 from .invariant import Invariant
-from .machine import HOPPER, check_scheduling, check_tile, machine_of
+from .machine import CHUNK_N, HOPPER, check_scheduling, check_tile, machine_of
 from .queue import (
     DEPTH,
     WORDS,
@@ -40,18 +40,30 @@ from .queue import (
     next_slot,
 )
 
-LOAD_WARP, STORE_WARP = 0, 1
+LOAD_WARP, STORE_WARP, FIRST_RESULT_WARP = 0, 1, 4
 THREADS = 384
 WARPS = THREADS // 32
+LAUNCH_REGISTERS = 168  # per thread: 65536 / THREADS, in steps of 8
 END = 0  # the kind of a queue's last entry, in every task program
 
 
 class Feed(NamedTuple):
-    """Where a load warp is in its tasks: the ticket drawn ahead (Hopper), the queue slot and its phase."""
+    """Where a load warp is in its tasks.
+
+    Attributes:
+        ticket: the one drawn ahead (Hopper).
+        slot, phase: of the queue.
+        cursor: what ``decode`` carries from ticket to ticket (Hopper).
+    """
 
     ticket: Int32
     slot: Int32
     phase: Int32
+    cursor: NamedTuple
+
+
+class NoCursor(NamedTuple):
+    """Nothing to carry."""
 
 
 class Shared(Invariant):
@@ -74,7 +86,7 @@ class Shared(Invariant):
         return self.storage.comm_item.data_ptr()
 
 
-class MegaKernel:
+class MegaKernel(Invariant):
     """Base of the megakernels.
 
     Args:
@@ -85,6 +97,7 @@ class MegaKernel:
         scheduling: "clc" or "tickets"; None for the machine's default. Without Cluster Launch Control
             every cluster draws tickets to the end, and the grid should be what fits the GPU.
         mxfp8: routed experts in MXFP8. ``self.scaled`` says whether the MMA takes block scales.
+        store_stages: staging buffers.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -100,6 +113,7 @@ class MegaKernel:
         stages: int | None,
         scheduling: str | None,
         mxfp8: bool = False,
+        store_stages: int = 2,
     ):
         self.arch = arch
         self.direct = direct
@@ -109,14 +123,14 @@ class MegaKernel:
         self.scaled = mxfp8 and self.machine.scaled_stages > 0
         if stages is None:
             stages = self.machine.scaled_stages if self.scaled else self.machine.stages
-        check_tile(arch, tile_n, stages, scaled=self.scaled)
+        check_tile(arch, tile_n, stages, store_stages, self.scaled)
         self.hopper = self.machine is HOPPER
         self.ctas = self.machine.ctas
         if self.hopper:
             gather_warps = 2 if direct else 0
             self.first_gather_warp = 2
             self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps)
-            self.staging = Staging(self.mainloop.CTA_ROWS, 8)
+            self.staging = Staging(self.mainloop.CTA_ROWS, 8, store_stages)
             self.readers = 1 + gather_warps + 8  # store, gather, MMA
         else:
             gather_warps = 4 if direct else 0
@@ -124,11 +138,16 @@ class MegaKernel:
             self.mainloop = sm100.Mainloop(tile_n, stages, gather_warps)
             if self.scaled:
                 self.mainloop = sm100_mxfp8.Mainloop(tile_n, stages)
-            self.staging = RowStaging(self.mainloop.CTA_ROWS, self.mainloop.EPILOGUE_WARPS)
+            self.staging = RowStaging(
+                self.mainloop.CTA_ROWS, self.mainloop.EPILOGUE_WARPS, store_stages
+            )
             # Load, store, epilogue and gather warps; in the first CTA also the MMA warp.
             self.readers = 2 + self.mainloop.EPILOGUE_WARPS + gather_warps
         self.wait_role = sync.ROLES.index("load" if self.hopper else "scheduler")
         self.use_clc = self.scheduling == "clc"
+        # Per thread of each warpgroup: on Hopper the last two multiply; on Blackwell the second has the
+        # epilogue, the third gathers.
+        self.registers = (104, 200, 200) if self.hopper else (120, 208, 168)
         self.counts_starts = self.use_clc or not direct
 
     # ---------------------------------------------------------------- host
@@ -261,33 +280,32 @@ class MegaKernel:
     # ---- roles ----
 
     @cute.jit
-    def compute_cta(self, ctx, prog, shared):
+    def compute_cta(self, ctx, shared):
         """Warp roles of a compute CTA."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.hopper):
-            self.hopper_roles(ctx, prog, shared, warp)
+            self.hopper_roles(ctx, shared, warp)
         else:
-            self.blackwell_roles(ctx, prog, shared, warp)
+            self.blackwell_roles(ctx, shared, warp)
 
     @cute.jit
-    def hopper_roles(self, ctx, prog, shared, warp):
-        """Register budget: 4 warps of 104, 8 of 200 (128·104 + 256·200 = what the CTA was launched with)."""
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(104)
+    def hopper_roles(self, ctx, shared, warp):
+        if warp < FIRST_RESULT_WARP:
+            self.budget(0)
             if warp == LOAD_WARP:
-                self.load_role(ctx, prog, shared)
+                self.load_role(ctx, shared)
             elif warp == STORE_WARP:
                 self.store_role(ctx, shared)
             else:
                 if cutlass.const_expr(self.direct):
                     self.gather_role(ctx, shared)
         else:
-            cute.arch.setmaxregister_increase(200)
-            self.result_role(ctx, shared, self.mainloop.worker(warp, shared.sA, shared.sB))
+            self.budget(1)
+            self.result_role(ctx, shared, self.mainloop.worker(warp, shared.storage))
 
     @cute.jit
-    def blackwell_roles(self, ctx, prog, shared, warp):
-        """Register budget: 4 warps of 120, 4 of 208, 4 gather warps of the launch's 168."""
+    def blackwell_roles(self, ctx, shared, warp):
+        """Result warps read gate, up and the accumulator at once, so they get more registers."""
         MMA_WARP = 2  # the next one schedules
         columns = self.machine.tmem_columns
         word = shared.storage.tmem.data_ptr()
@@ -298,10 +316,10 @@ class MegaKernel:
         cute.arch.sync_threads()
         ptx_sm100.tcgen05_after_sync()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, word)
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(120)
+        if warp < FIRST_RESULT_WARP:
+            self.budget(0)
             if warp == LOAD_WARP:
-                self.load_role(ctx, prog, shared)
+                self.load_role(ctx, shared)
             elif warp == STORE_WARP:
                 self.store_role(ctx, shared)
             elif warp == MMA_WARP:
@@ -309,13 +327,14 @@ class MegaKernel:
                     self.mma_role(shared, tmem)
             else:
                 if self.rank_in_cluster() == 0:
-                    self.schedule_role(ctx, prog, shared)
+                    self.schedule_role(ctx, shared)
                 else:
                     shared.queue.relay(END)
         elif warp < self.first_gather_warp:
-            cute.arch.setmaxregister_increase(208)
+            self.budget(1)
             self.result_role(ctx, shared, self.mainloop.worker(warp, tmem.toint()))
         else:
+            self.budget(2)
             if cutlass.const_expr(self.direct):
                 self.gather_role(ctx, shared)
         # Nobody leaves while the other CTA may still reach it, or its tensor memory is read.
@@ -323,27 +342,51 @@ class MegaKernel:
         if warp == MMA_WARP:
             cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
 
-    def first_task(self, ctx) -> Feed:
+    # A kernel whose ``decode`` looks tickets up, which only grow, can carry how far it has got.
+
+    def first_cursor(self, ctx, prog) -> NamedTuple:
+        """What ``decode`` gets with the first ticket."""
+        return NoCursor()
+
+    def last_ticket(self, prog, cursor) -> Int32:
+        """A ticket that decodes to ``END``."""
+        return Int32(prog.tasks)
+
+    def budget(self, group: int) -> None:
+        """Trade registers: what a thread of this warpgroup has from here on.
+
+        Their sum over the three warpgroups is what the CTA was launched with, 3 · 168: an increase waits
+        for registers that others give up, and the rest of the SM's are not in the pool.
+        """
+        count = self.registers[group]
+        if count > LAUNCH_REGISTERS:
+            cute.arch.setmaxregister_increase(count)
+        elif count < LAUNCH_REGISTERS:
+            cute.arch.setmaxregister_decrease(count)
+
+    def first_task(self, ctx, prog) -> Feed:
         """A load warp's feed before its first task."""
-        ticket = draw(ctx.counters.ticket) if self.hopper else Int32(0)
-        return Feed(ticket, Int32(0), Int32(0))
+        if not self.hopper:
+            return Feed(Int32(0), Int32(0), Int32(0), NoCursor())
+        ticket = draw(ctx.counters.ticket)
+        return Feed(ticket, Int32(0), Int32(0), self.first_cursor(ctx, prog))
 
     @cute.jit
     def next_task(self, ctx, prog, shared, feed: Feed):
         """The load warp's next task and feed. On Hopper it publishes it, draws one ahead and waits itself."""
         slot, phase = next_slot(feed.slot, feed.phase)
-        ticket = feed.ticket
+        ticket, cursor = feed.ticket, feed.cursor
         if cutlass.const_expr(self.hopper):
-            entry = self.decode(ctx, prog, broadcast(ticket))
+            entry, cursor = self.decode(ctx, prog, broadcast(ticket), cursor)
             shared.queue.put(entry, feed.slot, feed.phase)
             ticket = draw(ctx.counters.ticket)
             self.wait_for(ctx, prog, entry)
         else:
             entry = shared.queue.get(feed.slot, feed.phase, self.entry)
-        return entry, Feed(ticket, slot, phase)
+        return entry, Feed(ticket, slot, phase, cursor)
 
     @cute.jit
-    def schedule_role(self, ctx, prog, shared):
+    def schedule_role(self, ctx, shared):
         """Draw tickets for the pair while it has the right to; publish each task, one ahead, once it can run."""
         queue, starts = shared.queue, self.starts(ctx.counters.started)
         control = launch_control(shared.storage)
@@ -351,6 +394,8 @@ class MegaKernel:
         right = Int32(1)  # to draw one more ticket: the launch gave the first
         asked, reply_phase = Int32(0), Int32(0)
         asking = Int32(1 if self.use_clc else 0)
+        prog = self.program(ctx)
+        cursor = self.first_cursor(ctx, prog)
         kind = Int32(END + 1)
         while kind != END:
             queue.wait_free(slot, phase)
@@ -361,10 +406,10 @@ class MegaKernel:
                 right = asking
                 if asking == 0:
                     right = starts.all_started()
-            ticket = Int32(prog.tasks)  # decodes to END
+            ticket = self.last_ticket(prog, cursor)
             if right != 0:
                 ticket = broadcast(draw(ctx.counters.ticket))
-            entry = self.decode(ctx, prog, ticket)
+            entry, cursor = self.decode(ctx, prog, ticket, cursor)
             self.wait_for(ctx, prog, entry)
             queue.put(entry, slot, phase)
             slot, phase = next_slot(slot, phase)
@@ -385,6 +430,26 @@ class MegaKernel:
         if grant != 0 and cute.arch.lane_idx() == 0:
             starts.add()
         return grant
+
+    def put_chunk(
+        self, shared, worker, at, columns, chunk, phase, formula=lambda value: value, quantised=None
+    ):
+        """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result.
+
+        ``quantised`` is applied to the result once it is rounded to BF16.
+        """
+        main, staging = self.mainloop, self.staging
+        sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
+        for piece in range(staging.PIECES):
+            first = [column + piece * main.PIECE for column in columns]
+            values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
+            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+            if quantised is not None:
+                packed = quantised(packed)
+            chunk, phase = staging.put_packed(
+                packed, shared.stores, sD_row, worker.row, chunk, phase, piece
+            )
+        return chunk, phase
 
     @cute.jit
     def mma_role(self, shared, tmem):

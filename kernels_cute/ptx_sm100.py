@@ -7,7 +7,7 @@ cluster scope, and the reader waits with cluster scope. The DSL's own arrive and
 from collections.abc import Sequence
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 # ---- a cluster's shared memory and mbarriers ----
 
@@ -105,6 +105,20 @@ def mma_mxfp8(
     )
 
 
+def tmem_store(address: Int32, values: Sequence[Float32]) -> None:
+    """32 columns of this lane's row to a tensor-memory address; before others read: ``tmem_store_wait``."""
+    registers = ", ".join(f"{{$r{1 + i}}}" for i in range(32))
+    cute.arch.inline_ptx(
+        f"tcgen05.st.sync.aligned.32x32b.x32.b32 [{{$r0}}], {{{registers}}};",
+        read_only_args=[address, *values],
+    )
+
+
+def tmem_store_wait() -> None:
+    """Wait until this thread's ``tmem_store``s are done."""
+    cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;")
+
+
 def tcgen05_before_sync() -> None:
     """Order this thread's earlier tcgen05 operations before the synchronisation that follows."""
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
@@ -129,6 +143,40 @@ def tma_gather_4(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes"
         ".cta_group::2 [{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}];",
         read_only_args=[target, descriptor, column, *rows, mbarrier],
+    )
+
+
+# ---- wide global accesses ----
+
+
+def load_32_if(address: Int64, valid: Boolean) -> list[Uint32]:
+    """32 bytes from global memory, past L1, where ``valid``; zeros, and no access, elsewhere."""
+    zeros = "".join(f"mov.b32 {{$w{i}}}, 0;\n\t" for i in range(8))
+    registers = ", ".join(f"{{$w{i}}}" for i in range(8))
+    return list(
+        cute.arch.inline_ptx(
+            f"{{\n\t.reg .pred p;\n\tsetp.ne.b32 p, {{$r1}}, 0;\n\t{zeros}"
+            f"@p ld.global.L1::no_allocate.v8.b32 {{{registers}}}, [{{$r0}}];\n\t}}",
+            write_only_types=[Uint32] * 8,
+            read_only_args=[address, Int32(valid)],
+        )
+    )
+
+
+def load_f32_4(address: Int64) -> tuple[Float32, ...]:
+    """Four FP32 from global memory."""
+    return cute.arch.inline_ptx(
+        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_f32_4(address: Int64, values: Sequence[Float32]) -> None:
+    """Four FP32 to global memory."""
+    cute.arch.inline_ptx(
+        "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *values],
     )
 
 

@@ -23,8 +23,10 @@ _LAZY = {
     "MoELayer": "mok.layer",
     "Mxfp8Weight": "mok.mxfp8",
     "Shape": "mok.config",
+    "capture": "",
     "functional": "",
     "mxfp8_quantize": "mok.mxfp8",
+    "parallel": "",
     "reference": "",
     "replace_moe": "mok.hf",
 }

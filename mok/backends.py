@@ -165,10 +165,10 @@ def prepare_forward(
         sizes |= {"tokens_per_rank": lengths, "precision": precision}
         return lambda: forward_reference(case, ep_size, **sizes)
     if backend.kind == "kernel":
-        return _prepare_kernel(case, lengths, backend, config, precision)
+        return _prepare_kernel(case, lengths, backend, config, precision=precision)
     # A workspace on the CPU exists only for the emulator.
     with _emulator(backend.arch):
-        prepared = _prepare_kernel(case, lengths, backend, config, precision)
+        prepared = _prepare_kernel(case, lengths, backend, config, precision=precision)
 
     def emulated() -> Tensor:
         with _emulator(backend.arch, progress):
@@ -177,8 +177,24 @@ def prepare_forward(
     return emulated
 
 
+def run_step(case: Case, dy: Tensor | None, ep_size: int, backend: Backend) -> Tensor:
+    """Forward, and with the output's gradient ``dy`` [N, H] backward, on virtual ranks: BF16 [N, H]."""
+    with machine(backend):
+        return _prepare_kernel(case, case.tokens_per_rank(ep_size), backend, None, dy)()
+
+
+def machine(backend: Backend) -> contextlib.AbstractContextManager[Any]:
+    """What a backend's calls need around them: the emulator, or nothing."""
+    return _emulator(backend.arch) if backend.kind == "emulator" else contextlib.nullcontext()
+
+
 def _prepare_kernel(
-    case: Case, lengths: list[int], backend: Backend, config: Config | None, precision: str
+    case: Case,
+    lengths: list[int],
+    backend: Backend,
+    config: Config | None,
+    dy: Tensor | None = None,
+    precision: str = "bf16",
 ) -> Callable[[], Tensor]:
     from mok import functional
     from mok.mxfp8 import mxfp8_quantize
@@ -237,17 +253,20 @@ def _prepare_kernel(
         schedule = functional.build_schedule(
             workspace, config, each(ids), num_local_experts=each([len(p) for p in placement])
         )
-        output, _ = functional.forward(
-            config,
-            workspace,
-            schedule,
+        arguments = (
             each(x),
             each(weights),
             *shared_weights,
             *gate_up_down,
-            swiglu_limit=case.swiglu_limit,
-            save_context=False,
+            case.swiglu_limit,
         )
+        output, context = functional.forward(
+            config, workspace, schedule, *arguments, save_context=dy is not None
+        )
+        if dy is not None:
+            assert context is not None
+            grads = each(dy.split(lengths))
+            functional.backward(config, workspace, schedule, context, grads, *arguments)
         return output if ep_size == 1 else torch.cat(list(output))
 
     return run

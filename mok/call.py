@@ -97,14 +97,12 @@ class LaunchFacts:
 
 def num_sms(workspace: Workspace) -> int:
     """SMs of the workspace's device (of the emulated one inside an emulator)."""
-    from mok.runtime.launch import active_emulator
+    if workspace.device.type == "cpu":
+        from mok.runtime.launch import active_emulator
 
-    emulator = active_emulator()
-    if emulator is not None:
+        emulator: Any = active_emulator()
         return int(emulator.num_sms)
-    from mok.runtime.device import device_info
-
-    return device_info(workspace.device).num_sms
+    return workspace.num_sms
 
 
 def schedule_sizes(workspace: Workspace) -> tuple[int, ...]:
@@ -224,6 +222,18 @@ class Call:
         for name, value, size in zip(names, shared, sizes, strict=False):
             check_tensor(self.workspace, f"shared_{name}", value, size, (torch.bfloat16,))
         return tuple(shared)
+
+    def given(self) -> dict[str, Any]:
+        """The call's tensors by name, for ``mok.capture``."""
+        names = [f"routed_{name}" for name in WEIGHT_NAMES]
+        shared = [f"shared_{name}" for name in WEIGHT_NAMES]
+        return {
+            "x": self.x,
+            "router_weights": self.weights,
+            "shared_scale": self.shared_scale,
+            **dict(zip(names, self.routed, strict=False)),
+            **dict(zip(shared, self.shared or (), strict=False)),
+        }
 
     def tokens(self, i: int) -> int:
         """T of local rank number ``i``."""
@@ -482,6 +492,8 @@ class Call:
 
 def check_tunables(workspace: Workspace, config: Config) -> None:
     """A call may change the tunables that no buffer is sized by; not the ring's."""
+    if config is workspace.config:
+        return
     for name in ("minibatch_size", "macrobatch_size", "mxfp8_wire"):
         made, given = getattr(workspace.config, name), getattr(config, name)
         if made != given:
@@ -552,6 +564,30 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Dtype, device, shape, contiguity and alignment of an argument."""
+    have = tensor.shape
+    if (
+        tensor.dtype not in dtypes
+        or tensor.device != workspace.device
+        or len(have) != len(size)
+        or (have != size and (size[0] is not None or have[1:] != size[1:]))
+        or not tensor.is_contiguous()
+    ):
+        _refuse_tensor(workspace, name, tensor, size, dtypes)
+    # Matrices go through TMA and 16-byte accesses; the small FP32 and int inputs do not.
+    if tensor.dtype == torch.bfloat16 and tensor.numel() and tensor.data_ptr() % 16:
+        raise ShapeError(
+            f"{name} must be 16-byte aligned", f"address {tensor.data_ptr():#x}", "Clone it"
+        )
+
+
+def _refuse_tensor(
+    workspace: Any,
+    name: str,
+    tensor: Tensor,
+    size: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Say what is wrong with a tensor."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise DtypeError(f"{name} must be {wanted}", str(tensor.dtype).removeprefix("torch."))
@@ -568,11 +604,6 @@ def check_tensor(
     if not tensor.is_contiguous():
         raise ShapeError(
             f"{name} must be contiguous", f"strides {tensor.stride()}", "Call .contiguous()"
-        )
-    # Matrices go through TMA and 16-byte accesses; the small FP32 and int inputs do not.
-    if tensor.dtype == torch.bfloat16 and tensor.numel() and tensor.data_ptr() % 16:
-        raise ShapeError(
-            f"{name} must be 16-byte aligned", f"address {tensor.data_ptr():#x}", "Clone it"
         )
 
 

@@ -16,12 +16,14 @@ from rich.console import Console
 from mok import processes
 from mok.commands import (
     bench,
+    capture,
     check,
     compile,
     demo,
     doctor,
     emulate,
     plan,
+    replay,
     simulate,
     trace,
     tune,
@@ -50,7 +52,7 @@ class Command(Protocol):
 
 
 COMMANDS: tuple[Command, ...] = (
-    demo, check, compile, bench, tune, wave, plan, simulate, trace, emulate, doctor,
+    demo, check, compile, bench, tune, wave, plan, simulate, trace, emulate, capture, replay, doctor,
 )  # fmt: skip
 
 

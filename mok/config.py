@@ -231,7 +231,8 @@ class Config:
     @classmethod
     def suggest(cls, shape: Shape, device: Any) -> Config:
         """What ``mok tune`` found for this shape on this GPU, else a reasonable start: the two-wave
-        minibatch (all rows at EP = 1, up to 65536), and a ring of at most 32 of them.
+        minibatch (all rows at EP = 1, up to 65536), a ring of at most 32 of them, and at EP > 1 the
+        comm SMs that the simulator finds best on this kind of GPU (about a second, once a shape).
 
         Args:
             device: a machine name ("h200"), a CUDA ``torch.device``, or any object with ``arch``
@@ -261,6 +262,10 @@ class Config:
             macrobatch_size=ring * minibatch,
             schedule_capacity_multiplier=1.25 * (routes + padding) / (shape.ep_size * routes),
         )
+        if shape.ep_size > 1:
+            from mok.tools.simulator.suggest import with_comm_sms
+
+            suggested = with_comm_sms(suggested, shape, arch, num_sms)
         if (name := _gpu_name(device)) is None:
             return suggested
         from mok import tune

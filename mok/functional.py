@@ -82,6 +82,9 @@ def also_upstream(ours: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+observer: Any = None
+"""Told of every call while ``mok.capture.watch`` is active."""
+
 _UPSTREAM = (
     "MoKConfig", "MoKForwardContext", "MoKSchedule", "MoKWorkspace", "validate_inputs",
     "validate_workspace_args",
@@ -390,6 +393,8 @@ def forward(
         config, workspace, schedule, x, router_weights, (shared_gate, shared_up, shared_down),
         (routed_gate, routed_up, routed_down), swiglu_limit, shared_scale,
     )  # fmt: skip
+    if observer is not None:
+        observer.begin(config, workspace, schedule, call.given(), swiglu_limit)
     call.zero_counters(workspace.sizes.counters.size, workspace.counter_words)
     call.stage_x()
     workspace.barrier()
@@ -398,6 +403,8 @@ def forward(
     workspace.barrier()
     outputs = [call.sum_forward(i, shared_y[i]) for i in range(call.count)]
     workspace.check_call()
+    if observer is not None:
+        observer.end({"output": outputs})
     return unwrap(outputs, x), context
 
 
@@ -483,7 +490,7 @@ def backward(
     Raises:
         As ``forward``.
     """
-    from mok.backward_call import BackwardCall
+    from mok.backward_call import GRAD_NAMES, BackwardCall
 
     call = BackwardCall(
         config, workspace, schedule, x, router_weights, (shared_gate, shared_up, shared_down),
@@ -497,6 +504,9 @@ def backward(
         grad_dtype,
         accumulate,
     )
+    if observer is not None:
+        given = {**call.given(), "grad_output": call.dy}
+        observer.begin(config, workspace, schedule, given, swiglu_limit)
     plans = call.prepare()
     call.stage()
     workspace.barrier()
@@ -510,6 +520,10 @@ def backward(
         tail = () if d_scale is None else (d_scale,)
         results.append((d_x, d_weights, *g.routed, *g.shared, *tail))
     workspace.check_call()
+    if observer is not None:
+        names = ("d_x", "d_router_weights", *(f"d_{name}" for name in GRAD_NAMES))
+        columns = [] if accumulate else zip(*(r[: len(names)] for r in results), strict=True)
+        observer.end(dict(zip(names, columns, strict=False)))
     if isinstance(x, Tensor):
         return results[0]
     return tuple(list(column) for column in zip(*results, strict=True))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import cache
+
 from mok.kernels_cute.machine import machine_of
 from mok.runtime.compile import KernelSpec
 
-BACKWARD_ARCHS = ("sm_90a",)
-"""Architectures with a backward kernel."""
-
 FORWARD = "mok.kernels_cute.forward:ForwardKernel"
+BACKWARD = "mok.kernels_cute.backward.kernel:BackwardKernel"
 
 
+@cache
 def forward_spec(
     arch: str,
     direct: bool,
@@ -27,9 +29,11 @@ def forward_spec(
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
-    return _forward(name, arch, launch_control, trace, mxfp8, wire, **config)
+    name, config = _precision(name, config, mxfp8, wire)
+    return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
+@cache
 def recompute_spec(
     arch: str,
     direct: bool,
@@ -41,14 +45,17 @@ def recompute_spec(
     """The kernel that rebuilds a forward call's saved context."""
     config = {"direct": direct, "save_context": True, "recompute": True}
     name = f"recompute_{_path(direct)}"
-    return _forward(name, arch, launch_control, trace, mxfp8, wire, **config)
+    name, config = _precision(name, config, mxfp8, wire)
+    return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
+@cache
 def quantise_rows_spec(arch: str) -> KernelSpec:
     """Quantises a rank's tokens into its heap (MXFP8 on the wire)."""
     return KernelSpec.of("quantise_rows", arch, "mok.kernels_cute.quantise_rows:QuantiseRowsKernel")
 
 
+@cache
 def quantise_spec(
     arch: str, normal: bool, transposed: bool, expanded: bool, tiled: bool = True
 ) -> KernelSpec:
@@ -64,28 +71,13 @@ def quantise_spec(
     )
 
 
+@cache
 def scheduling_of(arch: str, launch_control: bool) -> str:
     """How a megakernel gets its next task: "clc" or "tickets"."""
     return machine_of(arch).scheduling[0 if launch_control else -1]
 
 
-def _forward(
-    name: str, arch: str, launch_control: bool, trace: bool, mxfp8: bool, wire: bool,
-    **config: bool | str,
-) -> KernelSpec:  # fmt: skip
-    if mxfp8:
-        name, config = f"{name}_mxfp8", {**config, "mxfp8": True}
-    if wire:
-        name, config = f"{name}_wire", {**config, "wire": True}
-    if scheduling_of(arch, launch_control) != scheduling_of(arch, True):
-        name += "_tickets"
-        config["scheduling"] = scheduling_of(arch, launch_control)
-    if trace:
-        name, config = f"{name}_trace", {**config, "trace": True}
-    # The kernel is built for a machine, so the architecture is also part of its configuration.
-    return KernelSpec(name, arch, FORWARD, tuple(sorted({"arch": arch, **config}.items())))
-
-
+@cache
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
     """Copies a call's expert ids into the symmetric heap as int32."""
     return KernelSpec.of(
@@ -93,11 +85,13 @@ def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
     )
 
 
+@cache
 def schedule_spec(arch: str) -> KernelSpec:
     """Count, scan and place."""
     return KernelSpec.of("schedule", arch, "mok.kernels_cute.schedule.build:ScheduleKernel")
 
 
+@cache
 def token_sum_spec(
     arch: str,
     direct: bool,
@@ -124,23 +118,26 @@ def token_sum_spec(
     )
 
 
+@cache
 def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there)."""
-    return KernelSpec.of(
+    return _for_machine(
         f"backward_{_path(direct)}_{grad_mode}",
         arch,
-        "mok.kernels_cute.backward.kernel:BackwardKernel",
+        BACKWARD,
         direct=direct,
         grad_mode=grad_mode,
     )
 
 
+@cache
 def plan_spec(arch: str) -> KernelSpec:
     """The tables of the backward program, from the schedule."""
-    return KernelSpec.of("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
+    return _for_machine("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
 
 
+@cache
 def router_grad_spec(arch: str, direct: bool, ids_bits: int = 64) -> KernelSpec:
     """Router-weight gradients [T, K] from backward's partials (``direct``), else from the slots."""
     return KernelSpec.of(
@@ -183,9 +180,7 @@ def mxfp8_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
 
 
 def backward_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> list[KernelSpec]:
-    """Every kernel that a backward call may launch; none where backward does not exist yet."""
-    if arch not in BACKWARD_ARCHS:
-        return []
+    """Every kernel that a backward call may launch, at EP = 1 and at EP > 1."""
     kernels = [plan_spec(arch)]
     for direct in (True, False):
         kernels += [
@@ -194,6 +189,34 @@ def backward_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> li
             token_sum_spec(arch, direct, has_shared, has_weights=False),
         ]
     return kernels
+
+
+def _for_machine(
+    name: str,
+    arch: str,
+    factory: str,
+    launch_control: bool = True,
+    trace: bool = False,
+    **config: Hashable,
+) -> KernelSpec:
+    if scheduling_of(arch, launch_control) != scheduling_of(arch, True):
+        name += "_tickets"
+        config["scheduling"] = scheduling_of(arch, launch_control)
+    if trace:
+        name, config = f"{name}_trace", {**config, "trace": True}
+    # The kernel is built for a machine, so the architecture is also part of its configuration.
+    return KernelSpec(name, arch, factory, tuple(sorted({"arch": arch, **config}.items())))
+
+
+def _precision(
+    name: str, config: dict[str, bool], mxfp8: bool, wire: bool
+) -> tuple[str, dict[str, bool]]:
+    """A kernel's name and configuration with MXFP8 experts, and with MXFP8 on the wire."""
+    if mxfp8:
+        name, config = f"{name}_mxfp8", {**config, "mxfp8": True}
+    if wire:
+        name, config = f"{name}_wire", {**config, "wire": True}
+    return name, config
 
 
 def _path(direct: bool) -> str:

@@ -18,6 +18,8 @@ from mok.kernels_cute.schedule.plan import (
 )
 from mok.runtime.memory import Memory
 
+_STATE = records.BARRIER + records.BARRIER_STATE
+
 
 class Records:
     """The error words of this process' ranks.
@@ -33,6 +35,7 @@ class Records:
         self.local_ranks = tuple(local_ranks)
         self._memory = memory
         self._words = records.record_words(size)
+        self._starts = range(0, self._words * len(self.local_ranks), self._words)
         self._bytes = 4 * self._words * len(self.local_ranks)
         self._start = memory.pin(self._bytes)
         self._view = (ctypes.c_int32 * (self._words * len(self.local_ranks))).from_address(
@@ -67,21 +70,16 @@ class Records:
 
     def any(self) -> bool:
         """Whether anything was noted. Cheap enough for every call."""
-        view, words = self._view, self._words
+        view = self._view
         return any(
-            view[i + records.WAIT]
-            or view[i + records.ROUTE]
-            or view[i + records.BARRIER + records.BARRIER_STATE]
-            for i in range(0, words * len(self.local_ranks), words)
+            view[i + records.WAIT] or view[i + records.ROUTE] or view[i + _STATE]
+            for i in self._starts
         )
 
     def broken(self) -> bool:
         """Whether a wait expired or the group was poisoned: no further call can succeed."""
-        view, words = self._view, self._words
-        return any(
-            view[i + records.WAIT] or view[i + records.BARRIER + records.BARRIER_STATE]
-            for i in range(0, words * len(self.local_ranks), words)
-        )
+        view = self._view
+        return any(view[i + records.WAIT] or view[i + _STATE] for i in self._starts)
 
     def clear(self) -> None:
         """Forget what was noted (bad ids are forgivable; a poisoned group stays poisoned)."""
@@ -136,6 +134,7 @@ class Records:
         if not self.closed:
             self.closed = True
             self._view = (ctypes.c_int32 * 0)()
+            self._starts = range(0)
             self._memory.unpin(self._start, self._bytes)
 
 

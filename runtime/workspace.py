@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -313,6 +314,13 @@ class Workspace:
     def timeout_ns(self) -> int:
         """The time limit of every wait, as kernels want it."""
         return int(self.config.timeout_s * 1e9)
+
+    @functools.cached_property
+    def num_sms(self) -> int:
+        """SMs of the GPU."""
+        from mok.runtime.device import device_info
+
+        return device_info(self.device).num_sms
 
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse a call with more tokens than this workspace was made for."""

@@ -5,35 +5,46 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from mok import kernels
 from mok.config import Shape
 from mok.kernels_cute import program
 from mok.kernels_cute.backward import operands
-from mok.kernels_cute.backward.program import GROUP_WORDS, TABLES, Backward, plan_room
-from mok.kernels_cute.program import Tile
+from mok.kernels_cute.backward.program import (
+    GROUP_WORDS,
+    TABLES,
+    Backward,
+    backward_tile,
+    plan_room,
+)
+from mok.kernels_cute.machine import machine_of
 from mok.kernels_cute.router_grad import router_grad_ctas
 from mok.reference import Case, Experts, Gradients, RankSchedule, schedule_reference
 from mok.runtime.compile import KernelSpec, get_kernel
-from mok.runtime.launch import launch
-from tests.helpers import KERNELS, address, arch_of, kernel, run_token_sum, stream_of
+from mok.runtime.launch import active_emulator, launch
+from tests.helpers import address, arch_of, kernel, run_token_sum, stream_of
 
-TILE = Tile()
+SCALES = ("gate_scales", "up_scales", "down_scales", "x_scales", "hidden_scales")  # of MXFP8
 TIMEOUT_NS = 30_000_000_000
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def call(name: str, device: torch.device, config: dict, **arguments) -> None:
-    """Launch a kernel of ``KERNELS``, its arguments by name; tensors stand for their addresses."""
-    module, _, cls = KERNELS[name].partition(":")
+def call(spec: KernelSpec, device: torch.device, **arguments) -> None:
+    """Launch a kernel, its arguments by name; tensors stand for their addresses."""
+    module, _, cls = spec.factory.rpartition(":")
     host = getattr(importlib.import_module(module), cls).__call__
     names = list(inspect.signature(host).parameters)[1:-1]
     assert set(arguments) == set(names), set(arguments) ^ set(names)
     values = [arguments[n] for n in names]
+    emulator = active_emulator()
+    if emulator is not None:
+        emulator.register(*(v for v in values if isinstance(v, Tensor)))
     launch(
-        get_kernel(KernelSpec(name, arch_of(device), KERNELS[name], tuple(config.items()))),
+        get_kernel(spec),
         *(address(v) if isinstance(v, Tensor) else v for v in values),
         stream_of(device),
     )
@@ -47,6 +58,8 @@ class BackwardRun:
         direct: gather in place (one rank) instead of passing the ring.
         tokens_per_rank: how the tokens are split; evenly by default.
         minibatch, macrobatch: rows. grid, num_comm_ctas: CTAs.
+        arch: of the kernels; the device's by default.
+        config: more of ``BackwardKernel``.
         grad_mode: of ``BackwardKernel``; into: what the adding modes add to, all ranks together.
     """
 
@@ -64,7 +77,15 @@ class BackwardRun:
         tokens_per_rank: Sequence[int] | None = None,
         grad_mode: str = "bf16",
         into: Gradients | None = None,
+        arch: str | None = None,
+        **config,
     ):
+        self.arch = arch or arch_of(case.x.device)
+        spec = kernels.backward_spec(self.arch, direct, grad_mode)
+        if config:
+            spec = replace(spec, config=tuple(sorted({**dict(spec.config), **config}.items())))
+        self.spec = spec
+        self.tile = backward_tile(machine_of(self.arch), config.get("group_m"))
         self.case, self.device, self.direct = case, case.x.device, direct
         self.lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
         self.minibatch, self.macrobatch = minibatch, macrobatch
@@ -75,7 +96,7 @@ class BackwardRun:
         self.topk = case.top_experts.shape[1]
         self.limit = float("inf") if case.swiglu_limit is None else case.swiglu_limit
         self.ids = case.top_experts.split(self.lengths)
-        self.schedules = schedule_reference(self.ids, self.num_experts, ep_size, TILE.m)
+        self.schedules = schedule_reference(self.ids, self.num_experts, ep_size, self.tile.m)
         self.gate = 0
         self.record = torch.zeros(64, dtype=torch.int32, device=self.device)
         self.make_heap(dy)
@@ -119,12 +140,23 @@ class BackwardRun:
 
     def run(self) -> Gradients:
         """Forward on every rank, then backward on every rank, then the sums."""
-        ranks = [_Rank(self, r) for r in range(self.ep_size)]
-        for rank in ranks:
+        self.launch()
+        return self.sums()
+
+    def launch(self) -> None:
+        """Forward and backward kernels of every rank. An emulator is told of the memory they may use."""
+        emulator = active_emulator()
+        if emulator is not None:
+            emulator.register(self.heap, self.record)
+        self.ranks = [_Rank(self, r) for r in range(self.ep_size)]
+        for rank in self.ranks:
             rank.forward()
-        for rank in ranks:
+        for rank in self.ranks:
             rank.backward()
-        done = [rank.finish() for rank in ranks]
+
+    def sums(self) -> Gradients:
+        """What the kernels after backward make of it."""
+        done = [rank.finish() for rank in self.ranks]
         assert not self.record.any(), self.record.tolist()
 
         def together(experts: Sequence[Experts]) -> Experts:
@@ -148,6 +180,7 @@ class _Rank:
 
     def __init__(self, run: BackwardRun, rank: int):
         self.run, self.rank = run, rank
+        self.tile = run.tile.m
         self.schedule: RankSchedule = run.schedules[rank]
         self.tokens = run.lengths[rank]
         placement = Shape(0, 64, 64, run.num_experts, run.topk, run.ep_size).experts_on(rank)
@@ -157,9 +190,9 @@ class _Rank:
         shared = run.case.shared
         hidden, inner, shared_i = run.hidden, run.intermediate, max(run.shared_i, 64)
         rows = self.schedule.num_tokens
-        self.rows = max(rows, TILE.m) if run.direct else run.macrobatch
+        self.rows = max(rows, self.tile) if run.direct else run.macrobatch
         self.minibatches, self.entries, self.groups = plan_room(
-            max(rows, TILE.m), self.experts, run.minibatch, run.macrobatch
+            max(rows, self.tile), self.experts, run.minibatch, run.macrobatch
         )
         start = sum(run.lengths[:rank])
         mine = slice(start, start + self.tokens)
@@ -179,7 +212,7 @@ class _Rank:
         if self.scale is not None and not self.tokens:
             self.scale = run.full(1, dtype=FP32)
         self.router_weights = some(run.case.router_weights[mine].contiguous())
-        padded = (self.schedule.tokens_per_expert + TILE.m - 1) // TILE.m * TILE.m
+        padded = (self.schedule.tokens_per_expert + self.tile - 1) // self.tile * self.tile
         self.expert_offset = torch.cat([padded.new_zeros(1), padded.cumsum(0).int()])
         self.num_rows = self.expert_offset[-1:].clone()
         self.rows_of = {
@@ -240,7 +273,7 @@ class _Rank:
         return {
             "topk": run.topk,
             "max_minibatches": self.minibatches,
-            "max_blocks": max(self.schedule.num_tokens // TILE.m, 1),
+            "max_blocks": max(self.schedule.num_tokens // self.tile, 1),
             "num_comm_ctas": run.num_comm_ctas,
             "grid": run.grid,
             "rank": self.rank,
@@ -255,14 +288,15 @@ class _Rank:
         """The forward kernel with ``save_context``."""
         run = self.run
         layout = program.counter_layout(
-            self.minibatches, max(self.schedule.num_tokens // TILE.m, 1), -(-self.tokens // TILE.m)
+            self.minibatches,
+            max(self.schedule.num_tokens // self.tile, 1),
+            -(-self.tokens // self.tile),
         )
         shared_i = max(run.shared_i, 64)
         self.y = run.full(self.rows, run.hidden)
         call(
-            "forward",
+            kernels.forward_spec(run.arch, run.direct, save_context=True),
             run.device,
-            {"arch": arch_of(run.device), "direct": run.direct, "save_context": True},
             x=run.views["x"][self.rank],
             x_ring=self.saved_x,
             hidden=self.kept(run.full(run.macrobatch, run.intermediate)),
@@ -272,6 +306,7 @@ class _Rank:
             x_heap=run.at["x"],
             slots_heap=run.at["slots"],
             counters=self.kept(run.words(layout.size)),
+            **dict.fromkeys(SCALES, 0),
             hidden_size=run.hidden,
             y_rows=self.rows,
             **self.weights,
@@ -290,9 +325,8 @@ class _Rank:
             "counts": run.words(2, value=-1),
         }
         call(
-            "plan",
+            kernels.plan_spec(run.arch),
             run.device,
-            {},
             num_rows=self.num_rows,
             expert_offset=self.expert_offset,
             block_expert=self.rows_of["block_expert"],
@@ -309,13 +343,13 @@ class _Rank:
         ring, hidden, inner = run.macrobatch, run.hidden, run.intermediate
         shared_i = max(run.shared_i, 64)
         count = Backward(
-            0, tokens, hidden, inner, run.shared_i, self.experts, run.minibatch, ring, TILE
+            0, tokens, hidden, inner, run.shared_i, self.experts, run.minibatch, ring, run.tile
         )
         layout = operands.counter_layout(
             self.minibatches,
-            max(self.schedule.num_tokens // TILE.m, 1),
+            max(self.schedule.num_tokens // self.tile, 1),
             max(self.groups, 1),
-            -(-tokens // TILE.m),
+            -(-tokens // self.tile),
         )
         rings = {"replay_x": hidden, "dy_ring": hidden}
         rings |= dict.fromkeys(("replay_gate", "replay_up", "d_gate", "d_up", "weighted"), inner)
@@ -323,15 +357,14 @@ class _Rank:
         for name in ("shared_d_gate", "shared_d_up", "shared_weighted"):
             scratch[name] = run.full(tokens, shared_i)
         scratch["row_weight"] = run.full(ring, dtype=FP32)
-        scratch["accumulators"] = run.full(2, count.group_tasks, TILE.m * 256, dtype=FP32)
+        scratch["accumulators"] = run.full(2, count.group_tasks, self.tile * 256, dtype=FP32)
         scratch["counters"] = run.words(layout.size)
         scratch |= self.plan()
         self.keep.append(scratch)
         heap = {"x_heap": "x", "dy_heap": "dy", "weight_heap": "w", "dx_heap": "dx"}
         call(
-            "backward",
+            run.spec,
             run.device,
-            {"direct": run.direct, "grad_mode": run.grad_mode},
             x=run.views["x"][self.rank],
             dy=run.views["dy"][self.rank],
             router_weights=self.router_weights,
@@ -366,6 +399,7 @@ class _Rank:
             topk=topk,
             num_experts=run.num_experts,
             y_shared=self.shared_dx if run.case.shared else None,
+            arch=run.arch,
             **of_route,
         )
         (slots,) = of_route.values()
@@ -399,7 +433,7 @@ class _Rank:
             config["ids_bits"] = slots.element_size() * 8
         if count:
             launch(
-                kernel("router_grad", arch_of(run.device), **config),
+                kernel("router_grad", run.arch, **config),
                 out.data_ptr(),
                 source.data_ptr(),
                 address(slots),

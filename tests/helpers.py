@@ -29,9 +29,9 @@ KERNELS = {
 POISON = -987654321  # what output memory holds before a kernel runs
 
 
-def kernel(name: str, arch: str, **config: Hashable) -> Kernel:
-    """A compiled kernel of ``KERNELS``."""
-    return get_kernel(KernelSpec.of(name, arch, KERNELS[name], **config))
+def kernel(name: str, target: str, **config: Hashable) -> Kernel:
+    """A compiled kernel of ``KERNELS`` for architecture ``target``."""
+    return get_kernel(KernelSpec(name, target, KERNELS[name], tuple(sorted(config.items()))))
 
 
 def opcodes(ptx: str) -> Counter[str]:

@@ -6,29 +6,32 @@ from cutlass import Float32, Int32, Int64
 
 from .. import comm, sync
 from ..epilogue.router_grad import sum_groups
-from ..sync import int_ptr
+from ..machine import CHUNK_N
+from ..megakernel import WARPS, MegaKernel
 from .load import NAME
-from .mma import float_ptr
-from .operands import CHUNK_N, WARPS, counter_layout
+from .operands import float_ptr
 from .program import DISPATCH, FREE_BASE, ITEM_BASE, OVERLAPS
 
 ROLE = 1  # in sync.ROLES
 
 
-class CommRoles:
-    """Mixin of ``BackwardKernel``."""
+class CommRoles(MegaKernel):
+    """Base of ``BackwardKernel``."""
 
     @cute.jit
-    def comm_cta(self, thread, warp, prog, item_word, schedule, sizes, buffers, watch):
+    def comm_cta(self, ctx, shared):
         """Take comm items in order."""
-        base = int_ptr(buffers.counters)
-        counters = counter_layout(sizes.max_minibatches, sizes.max_blocks, sizes.max_groups, 0)
+        prog = self.program(ctx)
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        schedule, sizes, buffers, counters = ctx.schedule, ctx.sizes, ctx.buffers, ctx.counters
+        item_word = shared.comm_item
         minibatch = Int32(0)  # of the last item: item numbers only grow
         index = Int32(0)
         while index < prog.items:
             if thread == 0:
                 drawn = cute.arch.atomic_add(
-                    base + counters.comm_ticket, Int32(1), sem="relaxed", scope="gpu"
+                    counters.comm_ticket, Int32(1), sem="relaxed", scope="gpu"
                 )
                 cute.arch.store(item_word, drawn)
             cute.arch.sync_threads()
@@ -36,7 +39,7 @@ class CommRoles:
             if index < prog.items:
                 item, minibatch = self.decode_item(prog, schedule, sizes, index, minibatch)
                 if thread == 0:
-                    self.wait_item(prog, base, counters, schedule, sizes, item, index, watch)
+                    self.wait_item(ctx, prog, item, index)
                 cute.arch.sync_threads()
                 if item.kind == DISPATCH:
                     self.bring_in(prog, item, schedule, sizes, buffers, warp)
@@ -46,9 +49,9 @@ class CommRoles:
                 cute.arch.sync_threads()
                 if thread == 0:
                     if item.kind == DISPATCH:
-                        sync.arrive(base + counters.dispatch + item.minibatch)
+                        sync.arrive(counters.dispatch + item.minibatch)
                     else:
-                        sync.arrive(base + counters.push + item.minibatch)
+                        sync.arrive(counters.push + item.minibatch)
             else:
                 cute.arch.sync_threads()
 
@@ -72,8 +75,9 @@ class CommRoles:
         return item, minibatch
 
     @cute.jit
-    def wait_item(self, prog, base, counters, schedule, sizes, item, index, watch):
+    def wait_item(self, ctx, prog, item, index):
         """A dispatch needs its slot free, a push its minibatch's dx rows."""
+        schedule, sizes, counters, watch = ctx.schedule, ctx.sizes, ctx.counters, ctx.watch
         previous = item.minibatch - prog.ring_mbs
         if item.kind == DISPATCH:
             if previous >= 0:
@@ -81,13 +85,13 @@ class CommRoles:
                     schedule.tables + OVERLAPS * sizes.table_stride + previous, Int32
                 )
                 sync.wait_at_least(
-                    base + counters.free + previous,
+                    counters.free + previous,
                     prog.free_target(previous, overlaps),
                     watch, ROLE, NAME["free"], index, previous,
                 )  # fmt: skip
         else:
             sync.wait_at_least(
-                base + counters.dx + item.minibatch, prog.dx_target(item.minibatch),
+                counters.dx + item.minibatch, prog.dx_target(item.minibatch),
                 watch, ROLE, NAME["dx"], index, item.minibatch,
             )  # fmt: skip
 

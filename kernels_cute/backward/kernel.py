@@ -1,83 +1,95 @@
-"""The backward megakernel for Hopper: all gradients of the layer in one launch.
+"""The backward megakernel: all gradients of the layer in one launch.
 
-Roles as in ``forward``: the load warp draws tickets and loads, the store warp writes and signals, gather
-warps read rows in place (direct), two warpgroups multiply. Ring builds have comm workers in the lowest CTAs.
-With d = dy·W_down still unweighted, the epilogue of dgrad down forms hidden from the saved pre-activations,
-the router gradient Σ d·hidden, and the weighted d_gate, d_up and w·hidden: no division by a weight.
+Builds, roles and machines as in ``forward`` and ``megakernel``: direct builds gather rows in place, ring
+builds have comm workers. With d = dy·W_down still unweighted, the epilogue of dgrad down forms hidden from
+the saved pre-activations, the router gradient Σ d·hidden, and the weighted d_gate, d_up and w·hidden: no
+division by a weight.
 """
-
-from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from .. import comm, sync
-from ..epilogue.staging import Staging
-from ..gemm.operands import Stages, view
-from ..gemm.sm90 import Mainloop
+from ..machine import CHUNK_N, HOPPER, machine_of
 from ..matrix import matrix, transposed
-from ..program import Tile
-from ..queue import DEPTH, DSL, WORDS, TaskQueue
+from ..queue import DSL
 from ..sync import int_ptr
+from . import results_sm90, results_sm100
 from .comm import CommRoles
 from .load import LoadRoles
-from .mma import MmaRoles
-from .operands import (
-    CHUNK_N,
-    GATHER_WARP,
-    LOAD_WARP,
-    STORE_WARP,
-    THREADS,
-    Bars,
-    Buffers,
-    Outputs,
-    Schedule,
-    Sizes,
-    Sources,
-    Targets,
-)
-from .program import Backward
+from .operands import Buffers, Context, Entry, Outputs, Schedule, Sizes, Sources, Targets
+from .program import Backward, backward_tile
+from .results import ResultRoles
 from .store import StoreRoles
 
 GRAD_MODES = ("bf16", "fp32", "bf16_add", "fp32_add")
+TILE_N = 256  # accumulator columns
+BLACKWELL_STAGES = 5
 
 
-class Smem(NamedTuple):
-    """Views of the stages: (rows, 64, stages), both majors over the same bytes."""
-
-    sA: cute.Tensor
-    sA_mn: cute.Tensor
-    sB: cute.Tensor
-    sB_mn: cute.Tensor
-    sB_half: cute.Tensor
-    sB_half_mn: cute.Tensor
-    sD: cute.Tensor
-    sD_wide: cute.Tensor
-
-
-class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
-    """The backward kernel for sm_90a.
+class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
+    """The backward kernel.
 
     Args:
         direct: gather rows in place (one rank, BF16); otherwise rows pass the ring.
+        arch: "sm_90a", "sm_100a" or "sm_103a".
         grad_mode: weight gradients as "bf16" or "fp32", or added ("bf16_add", "fp32_add") to what is there.
-        group_m: row tiles that share a weight tile.
-        stages: A/B stages in shared memory.
+        group_m: row tiles that share a weight tile; None for the machine's default.
+        stages: A/B stages in shared memory; None for the machine's default.
+        scheduling: "clc" or "tickets"; None for the machine's default.
+
+    Raises:
+        mok.errors.ResourceError: the configuration does not fit the machine.
     """
 
-    def __init__(self, direct: bool, grad_mode: str = "bf16", group_m: int = 16, stages: int = 4):
+    entry = Entry
+
+    def __init__(
+        self,
+        direct: bool,
+        arch: str = "sm_90a",
+        grad_mode: str = "bf16",
+        group_m: int | None = None,
+        stages: int | None = None,
+        scheduling: str | None = None,
+    ):
         if grad_mode not in GRAD_MODES:
             raise ValueError(f"grad_mode must be one of {GRAD_MODES}, got {grad_mode!r}")
-        self.direct = direct
+        hopper = machine_of(arch) is HOPPER
+        # Blackwell: the results of dgrad down leave through three staging buffers at once.
+        if stages is None and not hopper:
+            stages = BLACKWELL_STAGES
+        super().__init__(arch, direct, TILE_N, stages, scheduling, store_stages=2 if hopper else 4)
         self.grad_mode = grad_mode
-        self.gather_threads = 64 if direct else 0
-        self.mainloop = Mainloop(256, stages, self.gather_threads)
-        self.tile = Tile(m=128, up_n=128, down_n=256, group_m=group_m)
-        self.consumer_warps = self.mainloop.WARPGROUPS * 4
-        self.staging = Staging(self.tile.m, self.consumer_warps)
+        self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
+        self.tile = backward_tile(self.machine, group_m)
         self.chunks = self.tile.down_n // CHUNK_N
+        # Hopper: stages behind a dgrad down's operands, in which gate and up arrive and results leave.
+        self.chunk_steps = self.chunks if hopper else 0
+        # Hopper multiplies xᵀ·d_gate, so that what is gathered is A, the smaller operand, and stores the
+        # transpose; in a pair of CTAs, A and B are equally large: d_gateᵀ·x.
+        self.d_first = not hopper
+        self.result_warps = 8  # of all the task's CTAs
+        self.results = (results_sm90 if hopper else results_sm100).Results(self)
+
+    def program(self, ctx) -> Backward:
+        """The task program."""
+        sizes = ctx.sizes
+        return Backward(
+            rows=cute.arch.load(ctx.schedule.num_rows, Int32),
+            tokens=sizes.tokens,
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            shared_intermediate=sizes.shared_intermediate,
+            experts=sizes.experts,
+            minibatch=sizes.minibatch,
+            macrobatch=sizes.macrobatch,
+            tile=self.tile,
+            ops=DSL,
+        )
 
     @cute.jit
     def __call__(
@@ -119,7 +131,7 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         shared_weighted: Int64,  # bf16 [T, Is]
         shared_dw_partial: Int64,  # fp32 [T, Is/64]
         shared_dx: Int64,  # bf16 [T, H]
-        accumulators: Int64,  # fp32 [2][group tasks][128*256]
+        accumulators: Int64,  # fp32 [2][group tasks][tile_m * 256]
         dw_gate: Int64,  # [El, I, H]
         dw_up: Int64,  # [El, I, H]
         dw_down: Int64,  # [El, H, I]
@@ -156,14 +168,22 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         stream: cuda.CUstream,
     ):
         """Build the TMA descriptors and launch. All tensors are row-major and 16-byte aligned."""
+        self.setup()
         main, stage = self.mainloop, self.staging
-        main.setup()
-        stage.setup()
         T = cutlass.max(tokens, Int32(1))
         H, I = hidden, intermediate
         S = cutlass.max(shared_intermediate, Int32(64))
         B, E = macrobatch, experts
+        # Where x is multiplied, it or d is A; the boxes are the same.
+        x_mn, d_mn = main.tma_a_mn, main.tma_b_half_mn
+        if cutlass.const_expr(self.d_first):
+            x_mn, d_mn = d_mn, x_mn
+        # Hopper's load warp brings the saved pre-activations; Blackwell's epilogue reads them.
+        saved = main.tma_a if cutlass.const_expr(self.hopper) else lambda tensor: None
+        store_x = stage.tma_store if cutlass.const_expr(self.d_first) else stage.tma_store_wide
         sources = Sources(
+            x_rows=main.row_source(x, T, H),
+            dy_rows=main.row_source(dy, T, H),
             x_ring=main.tma_a(matrix(replay_x, B, H)),
             dy=main.tma_a(matrix(dy, T, H)),
             dy_ring=main.tma_a(matrix(dy_ring, B, H)),
@@ -171,12 +191,12 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             d_up=main.tma_a(matrix(d_up, B, I)),
             shared_d_gate=main.tma_a(matrix(shared_d_gate, T, S)),
             shared_d_up=main.tma_a(matrix(shared_d_up, T, S)),
-            saved_gate=main.tma_a(matrix(saved_gate, B, I)),
-            saved_up=main.tma_a(matrix(saved_up, B, I)),
-            replay_gate=main.tma_a(matrix(replay_gate, B, I)),
-            replay_up=main.tma_a(matrix(replay_up, B, I)),
-            shared_gate_pre=main.tma_a(matrix(saved_shared_gate, T, S)),
-            shared_up_pre=main.tma_a(matrix(saved_shared_up, T, S)),
+            saved_gate=saved(matrix(saved_gate, B, I)),
+            saved_up=saved(matrix(saved_up, B, I)),
+            replay_gate=saved(matrix(replay_gate, B, I)),
+            replay_up=saved(matrix(replay_up, B, I)),
+            shared_gate_pre=saved(matrix(saved_shared_gate, T, S)),
+            shared_up_pre=saved(matrix(saved_shared_up, T, S)),
             gate=main.tma_b_half(matrix(routed_gate, I, H, E)),
             up=main.tma_b_half(matrix(routed_up, I, H, E)),
             down_t=main.tma_b_half_mn(transposed(routed_down, H, I, E)),
@@ -187,15 +207,15 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             shared_up_t=main.tma_b_half_mn(transposed(shared_up, S, H)),
             dy_t=main.tma_a_mn(transposed(dy, T, H)),
             dy_ring_t=main.tma_a_mn(transposed(dy_ring, B, H)),
-            x_t=main.tma_a_mn(transposed(x, T, H)),
-            saved_x_t=main.tma_a_mn(transposed(saved_x, B, H)),
-            replay_x_t=main.tma_a_mn(transposed(replay_x, B, H)),
+            x_t=x_mn(transposed(x, T, H)),
+            saved_x_t=x_mn(transposed(saved_x, B, H)),
+            replay_x_t=x_mn(transposed(replay_x, B, H)),
             weighted_t=main.tma_b_half_mn(transposed(weighted, B, I)),
-            d_gate_t=main.tma_b_half_mn(transposed(d_gate, B, I)),
-            d_up_t=main.tma_b_half_mn(transposed(d_up, B, I)),
+            d_gate_t=d_mn(transposed(d_gate, B, I)),
+            d_up_t=d_mn(transposed(d_up, B, I)),
             shared_weighted_t=main.tma_b_half_mn(transposed(shared_weighted, T, S)),
-            shared_d_gate_t=main.tma_b_half_mn(transposed(shared_d_gate, T, S)),
-            shared_d_up_t=main.tma_b_half_mn(transposed(shared_d_up, T, S)),
+            shared_d_gate_t=d_mn(transposed(shared_d_gate, T, S)),
+            shared_d_up_t=d_mn(transposed(shared_d_up, T, S)),
         )
         targets = Targets(
             replay_gate=stage.tma_store(matrix(replay_gate, B, I)),
@@ -208,11 +228,11 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             shared_d_up=stage.tma_store(matrix(shared_d_up, T, S)),
             shared_weighted=stage.tma_store(matrix(shared_weighted, T, S)),
             shared_dx=stage.tma_store(matrix(shared_dx, T, H)),
-            dw_gate=stage.tma_store_wide(matrix(dw_gate, I, H, E)),
-            dw_up=stage.tma_store_wide(matrix(dw_up, I, H, E)),
+            dw_gate=store_x(matrix(dw_gate, I, H, E)),
+            dw_up=store_x(matrix(dw_up, I, H, E)),
             dw_down=stage.tma_store(matrix(dw_down, H, I, E)),
-            shared_dw_gate=stage.tma_store_wide(matrix(shared_dw_gate, S, H)),
-            shared_dw_up=stage.tma_store_wide(matrix(shared_dw_up, S, H)),
+            shared_dw_gate=store_x(matrix(shared_dw_gate, S, H)),
+            shared_dw_up=store_x(matrix(shared_dw_up, S, H)),
             shared_dw_down=stage.tma_store(matrix(shared_dw_down, H, S)),
         )
         outputs = Outputs(dw_gate, dw_up, dw_down, shared_dw_gate, shared_dw_up, shared_dw_down)
@@ -229,38 +249,17 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
             macrobatch, max_minibatches, max_blocks, max_groups, table_stride, num_comm_ctas,
         )  # fmt: skip
         buffers = Buffers(
-            x, dy, router_weights, shared_scale, row_weight, dw_partial, shared_dw_partial,
+            x, dy, router_weights, shared_scale, saved_gate, saved_up, replay_gate, replay_up,
+            saved_shared_gate, saved_shared_up, row_weight, dw_partial, shared_dw_partial,
             accumulators, replay_x, dy_ring, dx, x_heap, dy_heap, weight_heap, dx_heap, dw_heap,
             counters,
         )  # fmt: skip
 
-        @cute.struct
-        class SharedStorage:
-            full: cute.struct.MemRange[Int64, main.stages]
-            empty: cute.struct.MemRange[Int64, main.stages]
-            written: cute.struct.MemRange[Int64, main.stages]
-            queue_full: cute.struct.MemRange[Int64, DEPTH]
-            queue_empty: cute.struct.MemRange[Int64, DEPTH]
-            store_full: cute.struct.MemRange[Int64, stage.stages]
-            store_empty: cute.struct.MemRange[Int64, stage.stages]
-            queue_words: cute.struct.MemRange[Int32, DEPTH * WORDS]
-            comm_item: cute.struct.MemRange[Int32, 2]
-            # bf16 (128, 64, stages), (256, 64, stages), (128, 64, store stages)
-            sA: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(main.a_layout)], 1024]
-            sB: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(main.b_layout)], 1024]
-            sD: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(stage.layout)], 1024]
-
-        self.shared_storage = SharedStorage
+        self.shared_storage = self.make_storage()
         self.kernel(
             sources, targets, outputs, schedule, sizes, buffers,
             sync.Watch(record, timeout_ns, rank, gate), swiglu_limit,
-        ).launch(
-            grid=(grid, 1, 1),
-            block=(THREADS, 1, 1),
-            cluster=(1, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-        )  # fmt: skip
+        ).launch(**self.launch_options(grid, stream))  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -274,87 +273,15 @@ class BackwardKernel(LoadRoles, MmaRoles, StoreRoles, CommRoles):
         watch: sync.Watch,
         swiglu_limit: Float32,
     ):
-        main, stage = self.mainloop, self.staging
-        main.setup()
-        stage.setup()
-        thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta, _, _ = cute.arch.block_idx()
-        storage = cutlass.utils.SmemAllocator().allocate(self.shared_storage)
-        bars = Bars(storage.full.data_ptr(), storage.empty.data_ptr(), storage.written.data_ptr())
-        queue = TaskQueue(
-            storage.queue_words.data_ptr(),
-            storage.queue_full.data_ptr(),
-            storage.queue_empty.data_ptr(),
-        )
-        stores = Stages(storage.store_full.data_ptr(), storage.store_empty.data_ptr())
-        smem = Smem(
-            view(storage.sA, main.a_layout),
-            view(storage.sA, main.a_layout_mn),
-            view(storage.sB, main.b_layout),
-            view(storage.sB, main.b_layout_mn),
-            view(storage.sB, main.b_half_layout),
-            view(storage.sB, main.b_half_layout_mn),
-            view(storage.sD, stage.layout),
-            view(storage.sD, stage.wide_layout),
-        )
-        if warp == 0:
-            if cute.arch.lane_idx() == 0:
-                main.init_barriers(bars)
-                for i in range(main.stages):
-                    cute.arch.mbarrier_init(bars.written + i, self.consumer_warps)
-                queue.init(1 + self.gather_threads // 32 + self.consumer_warps)
-                stage.init_barriers(stores)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        prog = Backward(
-            rows=cute.arch.load(schedule.num_rows, Int32),
-            tokens=sizes.tokens,
-            hidden=sizes.hidden,
-            intermediate=sizes.intermediate,
-            shared_intermediate=sizes.shared_intermediate,
-            experts=sizes.experts,
-            minibatch=sizes.minibatch,
-            macrobatch=sizes.macrobatch,
-            tile=self.tile,
-            ops=DSL,
-        )
-        if cutlass.const_expr(self.direct) or sync.goes_on(watch.gate):
-            if not cutlass.const_expr(self.direct) and cta < sizes.num_comm_ctas:
-                self.comm_cta(
-                    thread,
-                    warp,
-                    prog,
-                    storage.comm_item.data_ptr(),
-                    schedule,
-                    sizes,
-                    buffers,
-                    watch,
-                )
+        self.setup()
+        ctx = Context(sources, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit)
+        storage = SmemAllocator().allocate(self.shared_storage)
+        shared = self.enter(storage, ctx.counters.started)
+        if cutlass.const_expr(self.direct):
+            self.compute_cta(ctx, shared)
+        elif sync.goes_on(watch.gate):
+            if shared.order < sizes.num_comm_ctas // self.ctas:
+                self.comm_cta(ctx, shared)
+                self.cluster_sync()
             else:
-                self.compute_cta(
-                    thread, warp, prog, queue, bars, stores, smem, sources, targets, outputs,
-                    schedule, sizes, buffers, watch, swiglu_limit,
-                )  # fmt: skip
-
-    @cute.jit
-    def compute_cta(
-        self, thread, warp, prog, queue, bars, stores, smem, sources, targets, outputs,
-        schedule, sizes, buffers, watch, swiglu_limit,
-    ):  # fmt: skip
-        """Warp roles of a compute CTA."""
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(88)
-            if warp == LOAD_WARP:
-                self.load_role(prog, queue, bars, smem, sources, schedule, sizes, buffers, watch)
-            elif warp == STORE_WARP:
-                self.store_role(prog, queue, bars, stores, smem, targets, sizes, buffers)
-            elif warp >= GATHER_WARP:
-                if cutlass.const_expr(self.direct):
-                    self.gather_role(thread, queue, bars, smem, schedule, sizes, buffers)
-        else:
-            cute.arch.setmaxregister_increase(208)
-            self.mma_role(
-                warp, prog, queue, bars, stores, smem, schedule, sizes, buffers, outputs,
-                swiglu_limit,
-            )  # fmt: skip
+                self.compute_cta(ctx, shared)

@@ -1,14 +1,17 @@
 """The load and gather roles of the backward kernel: tickets, waits, and the operands of every task."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from .. import sync
-from ..gemm.operands import Operand
-from ..queue import broadcast, draw, next_slot
-from ..sync import divide, divider, int_ptr, select
-from .operands import COUNTERS, GATHER_WARP, Entry, counter_layout
+from ..gemm.operands import Operand, view
+from ..megakernel import MegaKernel
+from ..queue import next_slot
+from ..sync import divider, select
+from .operands import COUNTERS, Entry
 from .program import (
     DDOWN,
     DX,
@@ -24,46 +27,39 @@ from .program import (
     WUP,
 )
 
-ROLE = 0  # in sync.ROLES
 NAME = {name: len(sync.COUNTERS) + i for i, name in enumerate(COUNTERS)}
 
 
-class LoadRoles:
-    """Mixin of ``BackwardKernel``; uses its ``mainloop``, ``tile`` and ``direct``."""
+class Cursor(NamedTuple):
+    """What decoding a ticket needs and the ticket before has found."""
 
-    @cute.jit
-    def load_role(self, prog, queue, bars, smem, sources, schedule, sizes, buffers, watch):
-        """Draw tickets, publish tasks, wait for what they need, load their tiles."""
-        main = self.mainloop
-        base = int_ptr(buffers.counters)
-        counters = counter_layout(sizes.max_minibatches, sizes.max_blocks, sizes.max_groups, 0)
-        tables, stride = schedule.tables, sizes.table_stride
-        count = prog.minibatches
+    minibatch: Int32  # of the last routed ticket
+    tasks_end: Int32  # tickets before those of experts without rows
+    placed: Int32  # groups with rows
+    total: Int32  # tickets
+
+
+class LoadRoles(MegaKernel):
+    """Base of ``BackwardKernel``."""
+
+    def first_cursor(self, ctx, prog) -> Cursor:
+        """The program's totals."""
+        schedule = ctx.schedule
         placed = cute.arch.load(schedule.counts + 1, Int32)
-        tasks_end = cute.arch.load(tables + TASK_BASE * stride + count, Int32)
+        ends = schedule.tables + TASK_BASE * ctx.sizes.table_stride + prog.minibatches
+        tasks_end = cute.arch.load(ends, Int32)
         total = prog.total_tasks(tasks_end, cute.arch.load(schedule.counts, Int32) - placed)
-        zero = Int32(0)
-        minibatch = Int32(0)  # of the last routed ticket: tickets only grow
-        stage, phase = Int32(0), Int32(0)
-        slot, slot_phase = Int32(0), Int32(0)
-        ticket = broadcast(draw(base + counters.ticket))
-        kind = Int32(DX)
-        while kind != END:
-            entry, minibatch = self.decode(
-                prog, schedule, sizes, ticket, total, tasks_end, placed, minibatch
-            )
-            kind = entry.kind
-            queue.put(entry, slot, slot_phase)
-            slot, slot_phase = next_slot(slot, slot_phase)
-            following = draw(base + counters.ticket)
-            if kind != END:
-                self.wait(prog, base, counters, schedule, sizes, entry, watch)
-                stage, phase = self.load_task(main, bars, smem, sources, sizes, entry, stage, phase)
-            ticket = broadcast(following)
+        return Cursor(Int32(0), tasks_end, placed, total)
+
+    def last_ticket(self, prog, cursor) -> Int32:
+        """A ticket that decodes to ``END``."""
+        return cursor.total
 
     @cute.jit
-    def decode(self, prog, schedule, sizes, ticket, total, tasks_end, placed, minibatch):
-        """The entry of a ticket, and the minibatch it lies in."""
+    def decode(self, ctx, prog, ticket, cursor):
+        """The entry of a ticket, and the cursor for the next."""
+        schedule, sizes = ctx.schedule, ctx.sizes
+        minibatch, tasks_end, placed, total = cursor
         zero = Int32(0)
         tables, stride = schedule.tables, sizes.table_stride
         task_base = tables + TASK_BASE * stride
@@ -106,252 +102,292 @@ class LoadRoles:
             kind, block, block % prog.ring_blocks, m, n, block // prog.mb_blocks, expert,
             k_tiles, group, first, end, earlier, later, ticket,
         )  # fmt: skip
-        return entry, minibatch
+        return entry, Cursor(minibatch, tasks_end, placed, total)
 
     # ---- waits: each on work that comes earlier in the program ----
 
     @cute.jit
-    def wait(self, prog, base, counters, schedule, sizes, entry, watch):
+    def wait_for(self, ctx, prog, entry):
         """Wait for everything a task reads or overwrites (whole warp)."""
+        counters, schedule, sizes = ctx.counters, ctx.schedule, ctx.sizes
         kind, minibatch = entry.kind, entry.minibatch
         previous = minibatch - prog.ring_mbs
         if kind == REPLAY or kind == DDOWN:
             if cutlass.const_expr(not self.direct):
                 self.wait_on(
-                    base + counters.dispatch, minibatch, prog.dispatch_target(minibatch),
-                    "dispatch", entry, watch,
+                    ctx, counters.dispatch, minibatch, prog.dispatch_target(minibatch),
+                    "dispatch", entry,
                 )  # fmt: skip
         if kind == REPLAY:
             overlaps = cute.arch.load(
                 schedule.tables + OVERLAPS * sizes.table_stride + previous, Int32
             )
             target = prog.free_target(previous, overlaps)
-            self.wait_on(base + counters.free, previous, target, "free", entry, watch)
+            self.wait_on(ctx, counters.free, previous, target, "free", entry)
         if previous >= 0:
             if kind == DDOWN:
-                self.wait_on(base + counters.replay, entry.block, prog.n_up, "replay", entry, watch)
+                self.wait_on(
+                    ctx, counters.replay, entry.block, prog.replay_target(), "replay", entry
+                )
             if cutlass.const_expr(not self.direct):
                 if kind == DDOWN or kind == DX:
                     self.wait_on(
-                        base + counters.push, previous, prog.dispatch_target(previous),
-                        "push", entry, watch,
+                        ctx, counters.push, previous, prog.dispatch_target(previous),
+                        "push", entry,
                     )  # fmt: skip
         if kind == DX:
-            self.wait_on(base + counters.ddown, entry.block, prog.n_ddown, "ddown", entry, watch)
+            self.wait_on(ctx, counters.ddown, entry.block, prog.ddown_target(), "ddown", entry)
         elif kind == SHARED + DX:
-            self.wait_on(
-                base + counters.shared, entry.block, prog.shared_n_ddown, "shared", entry, watch
-            )
+            self.wait_on(ctx, counters.shared, entry.block, prog.shared_target(), "shared", entry)
         elif kind >= WDOWN and kind <= WUP:
             self.wait_range(
-                base + counters.ddown, entry.first, entry.end, prog.n_ddown, "ddown", entry, watch
+                ctx, counters.ddown, entry.first, entry.end, prog.ddown_target(), "ddown", entry
             )
             if entry.earlier != 0:
-                target = self.consumer_warps * prog.group_tasks
-                self.wait_on(base + counters.group, entry.group - 1, target, "group", entry, watch)
+                target = prog.group_target(self.result_warps)
+                self.wait_on(ctx, counters.group, entry.group - 1, target, "group", entry)
         elif kind > SHARED + DX:
             self.wait_range(
-                base + counters.shared, Int32(0), prog.shared_blocks, prog.shared_n_ddown,
-                "shared", entry, watch,
+                ctx, counters.shared, Int32(0), prog.shared_blocks, prog.shared_target(),
+                "shared", entry,
             )  # fmt: skip
-        cute.arch.fence_proxy("async.global")
         cute.arch.sync_warp()
 
-    def wait_on(self, counters, index, target, name: str, entry, watch):
+    @cute.jit
+    def wait_on(self, ctx, counters, index, target, name: str, entry):
         """One counter; every lane polls it."""
-        sync.wait_at_least(counters + index, target, watch, ROLE, NAME[name], entry.ticket, index)
+        sync.wait_at_least(
+            counters + index, target, ctx.watch, self.wait_role, NAME[name], entry.ticket, index
+        )
 
     @cute.jit
-    def wait_range(self, counters, first, end, target, name: cutlass.Constexpr[str], entry, watch):
+    def wait_range(self, ctx, counters, first, end, target, name: cutlass.Constexpr[str], entry):
         """All counters of a range, one lane each."""
         for index in cutlass.range(first + cute.arch.lane_idx(), end, 32, unroll=1):
             sync.wait_at_least(
-                counters + index, target, watch, ROLE, NAME[name], entry.ticket, index
-            )
+                counters + index, target, ctx.watch, self.wait_role, NAME[name], entry.ticket,
+                index,
+            )  # fmt: skip
 
     # ---- loads ----
 
     @cute.jit
-    def load_task(self, main, bars, smem, sources, sizes, entry, stage, phase):
+    def load_role(self, ctx, shared):
+        """Load the tiles of tasks that can run."""
+        prog = self.program(ctx)
+        stage, phase = Int32(0), Int32(0)
+        feed = self.first_task(ctx, prog)
+        kind = Int32(DX)
+        while kind != END:
+            entry, feed = self.next_task(ctx, prog, shared, feed)
+            kind = entry.kind
+            # What was waited for reached memory by way of other threads; TMA reads past them.
+            cute.arch.fence_proxy("async.global")
+            if kind != END:
+                stage, phase = self.load_task(ctx, shared, entry, stage, phase)
+        self.mainloop.finish_loads(shared.bars, stage, phase)
+
+    @cute.jit
+    def load_task(self, ctx, shared, entry, stage, phase):
         """All TMA loads of a task, in the order in which the MMA warps use them."""
-        kind, n, m, expert = entry.kind, entry.n, entry.m, entry.expert
+        main, bars, sources, sizes = self.mainloop, shared.bars, ctx.sources, ctx.sizes
+        kind, n, expert = entry.kind, entry.n, entry.expert
         block, ring_block, k_tiles = entry.block, entry.ring_block, entry.k_tiles
         half = k_tiles // 2
         zero = Int32(0)
         in_place = self.direct
-        k_first = ring_block * (self.tile.m // main.TILE_K)  # weight gradients: rows are K
         saved = entry.minibatch * sizes.minibatch < sizes.macrobatch
         if kind == REPLAY:
             stage, phase = main.load_tile(
-                bars, self.a(smem, sources.x_ring), not in_place, ring_block,
-                self.b(smem, sources.gate), n, self.b(smem, sources.up), n,
+                bars, self.a(shared, sources.x_ring), not in_place, ring_block,
+                self.b(shared, sources.gate), n, self.b(shared, sources.up), n,
                 expert, k_tiles, stage, phase,
             )  # fmt: skip
         elif kind == DDOWN:
-            down = self.bt(smem, sources.down_t)
+            down = self.bt(shared, sources.down_t)
             stage, phase = main.load_tile(
-                bars, self.a(smem, sources.dy_ring), not in_place, ring_block,
+                bars, self.a(shared, sources.dy_ring), not in_place, ring_block,
                 down, 2 * n, down, 2 * n + 1, expert, k_tiles, stage, phase,
             )  # fmt: skip
-            if saved:
-                stage, phase = main.load_chunks(
-                    bars, self.a(smem, sources.saved_gate), self.chunk(smem, sources.saved_up),
-                    ring_block, n * self.chunks, self.chunks, stage, phase,
-                )  # fmt: skip
-            else:
-                stage, phase = main.load_chunks(
-                    bars, self.a(smem, sources.replay_gate), self.chunk(smem, sources.replay_up),
-                    ring_block, n * self.chunks, self.chunks, stage, phase,
-                )  # fmt: skip
+            if cutlass.const_expr(self.chunk_steps > 0):
+                if saved:
+                    stage, phase = main.load_chunks(
+                        bars, self.a(shared, sources.saved_gate),
+                        self.chunk(shared, sources.saved_up),
+                        ring_block, n * self.chunks, self.chunks, stage, phase,
+                    )  # fmt: skip
+                else:
+                    stage, phase = main.load_chunks(
+                        bars, self.a(shared, sources.replay_gate),
+                        self.chunk(shared, sources.replay_up),
+                        ring_block, n * self.chunks, self.chunks, stage, phase,
+                    )  # fmt: skip
         elif kind == DX:
-            gate, up = self.bt(smem, sources.gate_t), self.bt(smem, sources.up_t)
+            gate, up = self.bt(shared, sources.gate_t), self.bt(shared, sources.up_t)
             stage, phase = main.load_tile(
-                bars, self.a(smem, sources.d_gate), True, ring_block,
+                bars, self.a(shared, sources.d_gate), True, ring_block,
                 gate, 2 * n, gate, 2 * n + 1, expert, half, stage, phase,
             )  # fmt: skip
             stage, phase = main.load_tile(
-                bars, self.a(smem, sources.d_up), True, ring_block,
+                bars, self.a(shared, sources.d_up), True, ring_block,
                 up, 2 * n, up, 2 * n + 1, expert, half, stage, phase,
             )  # fmt: skip
         elif kind == WDOWN:
-            weighted = self.bt(smem, sources.weighted_t)
-            stage, phase = main.load_tile(
-                bars, self.at(smem, sources.dy_ring_t), not in_place, m,
-                weighted, 2 * n, weighted, 2 * n + 1, zero, k_tiles, stage, phase,
-                k_first,
+            stage, phase = self.load_weight(
+                shared, sources.dy_ring_t, not in_place, sources.weighted_t, False,
+                entry, stage, phase,
             )  # fmt: skip
         elif kind == WGATE:
             stage, phase = self.load_x_weight(
-                main, bars, smem, sources, sources.d_gate_t, entry, saved, k_first, stage, phase
+                shared, sources, sources.d_gate_t, entry, saved, stage, phase
             )
         elif kind == WUP:
             stage, phase = self.load_x_weight(
-                main, bars, smem, sources, sources.d_up_t, entry, saved, k_first, stage, phase
+                shared, sources, sources.d_up_t, entry, saved, stage, phase
             )
         elif kind == SHARED + DDOWN:
-            down = self.bt(smem, sources.shared_down_t)
+            down = self.bt(shared, sources.shared_down_t)
             stage, phase = main.load_tile(
-                bars, self.a(smem, sources.dy), True, block,
+                bars, self.a(shared, sources.dy), True, block,
                 down, 2 * n, down, 2 * n + 1, zero, k_tiles, stage, phase,
             )  # fmt: skip
-            stage, phase = main.load_chunks(
-                bars, self.a(smem, sources.shared_gate_pre),
-                self.chunk(smem, sources.shared_up_pre),
-                block, n * self.chunks, self.chunks, stage, phase,
-            )  # fmt: skip
+            if cutlass.const_expr(self.chunk_steps > 0):
+                stage, phase = main.load_chunks(
+                    bars, self.a(shared, sources.shared_gate_pre),
+                    self.chunk(shared, sources.shared_up_pre),
+                    block, n * self.chunks, self.chunks, stage, phase,
+                )  # fmt: skip
         elif kind == SHARED + DX:
-            gate = self.bt(smem, sources.shared_gate_t)
-            up = self.bt(smem, sources.shared_up_t)
+            gate = self.bt(shared, sources.shared_gate_t)
+            up = self.bt(shared, sources.shared_up_t)
             stage, phase = main.load_tile(
-                bars, self.a(smem, sources.shared_d_gate), True, block,
+                bars, self.a(shared, sources.shared_d_gate), True, block,
                 gate, 2 * n, gate, 2 * n + 1, zero, half, stage, phase,
             )  # fmt: skip
             stage, phase = main.load_tile(
-                bars, self.a(smem, sources.shared_d_up), True, block,
+                bars, self.a(shared, sources.shared_d_up), True, block,
                 up, 2 * n, up, 2 * n + 1, zero, half, stage, phase,
             )  # fmt: skip
         elif kind == SHARED + WDOWN:
-            weighted = self.bt(smem, sources.shared_weighted_t)
-            stage, phase = main.load_tile(
-                bars, self.at(smem, sources.dy_t), True, m,
-                weighted, 2 * n, weighted, 2 * n + 1, zero, k_tiles, stage, phase,
-            )  # fmt: skip
+            stage, phase = self.load_weight(
+                shared, sources.dy_t, True, sources.shared_weighted_t, False, entry, stage, phase
+            )
         elif kind == SHARED + WGATE:
-            d_gate = self.bt(smem, sources.shared_d_gate_t)
-            stage, phase = main.load_tile(
-                bars, self.at(smem, sources.x_t), True, m,
-                d_gate, 2 * n, d_gate, 2 * n + 1, zero, k_tiles, stage, phase,
-            )  # fmt: skip
+            stage, phase = self.load_weight(
+                shared, sources.x_t, True, sources.shared_d_gate_t, True, entry, stage, phase
+            )
         else:
-            d_up = self.bt(smem, sources.shared_d_up_t)
-            stage, phase = main.load_tile(
-                bars, self.at(smem, sources.x_t), True, m,
-                d_up, 2 * n, d_up, 2 * n + 1, zero, k_tiles, stage, phase,
-            )  # fmt: skip
+            stage, phase = self.load_weight(
+                shared, sources.x_t, True, sources.shared_d_up_t, True, entry, stage, phase
+            )
         return stage, phase
 
     @cute.jit
-    def load_x_weight(self, main, bars, smem, sources, source, entry, saved, k_first, stage, phase):
-        """dW_gateᵀ or dW_upᵀ: xᵀ (gathered, saved or replayed) times d_gate or d_up."""
-        n, m, k_tiles, zero = entry.n, entry.m, entry.k_tiles, Int32(0)
-        b = self.bt(smem, source)
+    def load_x_weight(self, shared, sources, d, entry, saved, stage, phase):
+        """dW_gate or dW_up: x (gathered, saved or replayed) and d_gate or d_up."""
         if cutlass.const_expr(self.direct):
-            stage, phase = main.load_tile(
-                bars, self.at(smem, sources.x_t), False, m, b, 2 * n, b, 2 * n + 1, zero, k_tiles,
-                stage, phase, k_first,
-            )  # fmt: skip
+            stage, phase = self.load_weight(
+                shared, sources.x_t, False, d, True, entry, stage, phase
+            )
         else:
             if saved:
-                stage, phase = main.load_tile(
-                    bars, self.at(smem, sources.saved_x_t), True, m, b, 2 * n, b, 2 * n + 1, zero,
-                    k_tiles, stage, phase, k_first,
-                )  # fmt: skip
+                stage, phase = self.load_weight(
+                    shared, sources.saved_x_t, True, d, True, entry, stage, phase
+                )
             else:
-                stage, phase = main.load_tile(
-                    bars, self.at(smem, sources.replay_x_t), True, m, b, 2 * n, b, 2 * n + 1, zero,
-                    k_tiles, stage, phase, k_first,
-                )  # fmt: skip
+                stage, phase = self.load_weight(
+                    shared, sources.replay_x_t, True, d, True, entry, stage, phase
+                )
         return stage, phase
 
-    def a(self, smem, tma) -> Operand:
+    @cute.jit
+    def load_weight(
+        self, shared, rows, rows_by_tma: cutlass.Constexpr[bool], d, with_x: cutlass.Constexpr[bool],
+        entry, stage, phase,
+    ):  # fmt: skip
+        """A weight gradient: ``rows`` (of dy or x, tile m of H) against ``d`` (tile n of I).
+
+        ``with_x``: the gradient of gate or up, whose rows are I: on Blackwell ``d`` is its A.
+        """
+        main, bars, zero = self.mainloop, shared.bars, Int32(0)
+        m, n, k_tiles = entry.m, entry.n, entry.k_tiles
+        k_first = entry.ring_block * (self.tile.m // main.TILE_K)  # rows are K
+        if cutlass.const_expr(with_x and self.d_first):
+            right = self.bt(shared, rows)
+            stage, phase = main.load_tile(
+                bars, self.at(shared, d), True, n, right, 2 * m, right, 2 * m + 1, zero,
+                k_tiles, stage, phase, k_first, rows_by_tma,
+            )  # fmt: skip
+        else:
+            right = self.bt(shared, d)
+            stage, phase = main.load_tile(
+                bars, self.at(shared, rows), rows_by_tma, m, right, 2 * n, right, 2 * n + 1, zero,
+                k_tiles, stage, phase, k_first,
+            )  # fmt: skip
+        return stage, phase
+
+    def a(self, shared, tma) -> Operand:
         """An A operand, K-major."""
-        return self.mainloop.partition(tma, smem.sA, self.mainloop.TILE_M)
+        return self.mainloop.partition(tma, shared.sA, self.mainloop.CTA_ROWS)
 
-    def at(self, smem, tma) -> Operand:
+    def at(self, shared, tma) -> Operand:
         """An A operand, rows contiguous."""
-        return self.mainloop.partition(tma, smem.sA_mn, self.mainloop.TILE_M)
+        sA = view(shared.storage.sA, self.mainloop.a_layout_mn)
+        return self.mainloop.partition(tma, sA, self.mainloop.CTA_ROWS)
 
-    def b(self, smem, tma) -> Operand:
+    def b(self, shared, tma) -> Operand:
         """A half of B, K-major."""
-        return self.mainloop.partition(tma, smem.sB_half, self.mainloop.half_n)
+        return self.mainloop.partition(tma, shared.sB_half, self.mainloop.half_n)
 
-    def bt(self, smem, tma) -> Operand:
+    def bt(self, shared, tma) -> Operand:
         """A half of B, columns contiguous."""
-        return self.mainloop.partition(tma, smem.sB_half_mn, self.mainloop.half_n)
+        sB = view(shared.storage.sB, self.mainloop.b_half_layout_mn)
+        return self.mainloop.partition(tma, sB, self.mainloop.half_n)
 
-    def chunk(self, smem, tma) -> Operand:
+    def chunk(self, shared, tma) -> Operand:
         """A (128, 64) matrix chunk in B's place."""
-        return self.mainloop.partition(tma, smem.sB_half, self.mainloop.TILE_M)
+        return self.mainloop.partition(tma, shared.sB_half, self.mainloop.CTA_ROWS)
 
     @cute.jit
-    def gather_role(self, thread, queue, bars, smem, schedule, sizes, buffers):
+    def gather_role(self, ctx, shared):
         """Rows of x and dy in place (direct): as A of replay and dgrad down, as K of weight gradients."""
-        main = self.mainloop
-        own = thread - GATHER_WARP * 32
-        row_step = main.gather_threads // 8
-        rows = cute.make_rmem_tensor((main.TILE_M // row_step,), Int32)
-        sA = smem.sA.iterator.toint()
-        row_bytes = Int64(sizes.hidden) * 2
-        routes = schedule.rows.peer_token_idx
-        by_topk = divider(sizes.topk)
+        main, bars, queue, sources = self.mainloop, shared.bars, shared.queue, ctx.sources
+        thread = cute.arch.thread_idx()[0] - self.first_gather_warp * 32
+        sA = shared.sA.iterator.toint()
+        # Where weight gradients have x.
+        sX = shared.sB.iterator.toint() if cutlass.const_expr(self.d_first) else sA
+        routes = ctx.schedule.rows.peer_token_idx
+        by_topk = divider(ctx.sizes.topk)
         stage, phase = Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
         kind = Int32(DX)
         while kind != END:
-            entry = queue.get(slot, slot_phase, Entry)
+            entry = queue.get(slot, slot_phase, self.entry)
             slot, slot_phase = next_slot(slot, slot_phase)
             kind, k_tiles = entry.kind, entry.k_tiles
-            group_routes = routes + entry.first * main.TILE_M
-            if kind == REPLAY or kind == DDOWN:
-                first = routes + entry.block * main.TILE_M + own // 8
-                for i in cutlass.range_constexpr(main.TILE_M // row_step):
-                    route = cute.arch.load(first + i * row_step, Int32)
-                    rows[i] = select(route < 0, Int32(-1), divide(route, by_topk))
-                source = buffers.dy
-                if kind == REPLAY:
-                    source = buffers.x
-                stage, phase = main.gather_tile(
-                    bars, sA, source, row_bytes, rows, own, k_tiles, stage, phase
+            own_rows = routes + self.row_tile(entry.block) * main.CTA_ROWS
+            group_rows = routes + entry.first * self.tile.m
+            column = self.row_tile(entry.m) * main.CTA_ROWS
+            if kind == REPLAY:
+                stage, phase = main.gather(
+                    bars, sA, sources.x_rows, own_rows, by_topk, thread, k_tiles, stage, phase
                 )
-            elif kind == WDOWN or kind == WGATE or kind == WUP:
-                source = buffers.x
-                if kind == WDOWN:
-                    source = buffers.dy
+            elif kind == DDOWN:
+                stage, phase = main.gather(
+                    bars, sA, sources.dy_rows, own_rows, by_topk, thread, k_tiles, stage, phase
+                )
+            elif kind == WDOWN:
                 stage, phase = main.gather_columns(
-                    bars, sA, source, sizes.hidden, entry.m * main.TILE_M, group_routes,
-                    by_topk, own, k_tiles, stage, phase,
+                    bars, sA, sources.dy_rows, column, group_rows, by_topk, thread,
+                    k_tiles, stage, phase,
+                )  # fmt: skip
+            elif kind == WGATE or kind == WUP:
+                stage, phase = main.gather_columns(
+                    bars, sX, sources.x_rows, column, group_rows, by_topk, thread,
+                    k_tiles, stage, phase,
                 )  # fmt: skip
             elif kind != END:
                 stage, phase = main.pass_tile(bars, k_tiles, stage, phase)
-            if kind == DDOWN or kind == SHARED + DDOWN:
-                stage, phase = main.pass_tile(bars, Int32(self.chunks), stage, phase)
+            if cutlass.const_expr(self.chunk_steps > 0):
+                if kind == DDOWN or kind == SHARED + DDOWN:
+                    stage, phase = main.pass_tile(bars, Int32(self.chunk_steps), stage, phase)

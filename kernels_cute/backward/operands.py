@@ -3,28 +3,23 @@
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from .. import comm
-from ..gemm.operands import Tma
-
-LOAD_WARP, STORE_WARP, GATHER_WARP = 0, 1, 2
-THREADS = 384
-WARPS = THREADS // 32
-CHUNK_N = 64  # columns that share a router-gradient partial; also of a staging buffer
-
-
-class Bars(NamedTuple):
-    """The mbarriers of the A/B stages, with ``written``: the MMA warps have put results into a stage."""
-
-    full: cute.Pointer
-    empty: cute.Pointer
-    written: cute.Pointer
+from ..gemm.operands import RowSource, Tma
+from ..invariant import Invariant
+from ..sync import Watch, int_ptr
 
 
 class Sources(NamedTuple):
-    """TMA loads. ``_t``: the contraction runs over rows (MN-major operand)."""
+    """TMA loads. ``_t``: the contraction runs over rows (MN-major operand).
 
+    None where a machine has no use for it: the saved pre-activations on Blackwell, whose epilogue reads
+    them itself.
+    """
+
+    x_rows: RowSource  # gathered in place
+    dy_rows: RowSource
     x_ring: Tma  # rows of replayed macrobatches
     dy: Tma  # the rank's own dy, for the shared expert
     dy_ring: Tma
@@ -32,12 +27,12 @@ class Sources(NamedTuple):
     d_up: Tma
     shared_d_gate: Tma
     shared_d_up: Tma
-    saved_gate: Tma
-    saved_up: Tma
-    replay_gate: Tma
-    replay_up: Tma
-    shared_gate_pre: Tma  # the shared expert's saved pre-activations
-    shared_up_pre: Tma
+    saved_gate: Tma | None
+    saved_up: Tma | None
+    replay_gate: Tma | None
+    replay_up: Tma | None
+    shared_gate_pre: Tma | None  # the shared expert's saved pre-activations
+    shared_up_pre: Tma | None
     gate: Tma
     up: Tma
     down_t: Tma
@@ -46,12 +41,12 @@ class Sources(NamedTuple):
     shared_down_t: Tma
     shared_gate_t: Tma
     shared_up_t: Tma
-    dy_t: Tma  # A of weight gradients: dy and x
+    dy_t: Tma  # of weight gradients: dy and x
     dy_ring_t: Tma
     x_t: Tma
     saved_x_t: Tma
     replay_x_t: Tma
-    weighted_t: Tma  # B of weight gradients
+    weighted_t: Tma  # and what they are multiplied with
     d_gate_t: Tma
     d_up_t: Tma
     shared_weighted_t: Tma
@@ -127,10 +122,16 @@ class Buffers(NamedTuple):
     dy: Int64  # bf16 [T, H]
     router_weights: Int64  # fp32 [T, K] (direct)
     shared_scale: Int64  # fp32 [T], 0 for none
+    saved_gate: Int64  # bf16 [macrobatch, I]
+    saved_up: Int64
+    replay_gate: Int64  # bf16 [macrobatch, I]
+    replay_up: Int64
+    saved_shared_gate: Int64  # bf16 [T, Is]
+    saved_shared_up: Int64
     row_weight: Int64  # fp32 [macrobatch] (ring)
     dw_partial: Int64  # fp32 [dx rows, I/64]
     shared_dw_partial: Int64  # fp32 [T, Is/64]
-    accumulators: Int64  # fp32 [2][group tasks][128 * tile_n]
+    accumulators: Int64  # fp32 [2][group tasks][tile_m * tile_n]
     replay_x: Int64  # bf16 [macrobatch, H] (ring)
     dy_ring: Int64  # bf16 [macrobatch, H] (ring)
     dx_ring: Int64  # bf16 [macrobatch, H] (ring)
@@ -162,10 +163,11 @@ class Entry(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """Offsets in the int32 counter array (zeroed before every launch)."""
+    """Where each counter lies in the kernel's int32 counter array (zeroed before every launch)."""
 
     ticket: int
     comm_ticket: int
+    started: int  # clusters that started or were cancelled
     dispatch: int  # [minibatches]
     push: int  # [minibatches]
     dx: int  # [minibatches]
@@ -182,8 +184,35 @@ COUNTERS = ("dispatch", "push", "dx", "free", "replay", "ddown", "group", "share
 
 
 def counter_layout(minibatches, blocks, groups, shared_blocks) -> Counters:
-    """Offsets in int32 words. The two tickets have a 128-byte line of their own."""
-    at = [64]
+    """Offsets in int32 words. The first three have a 128-byte line of their own each."""
+    at = [96]
     for size in (minibatches,) * 4 + (blocks, blocks, groups, shared_blocks):
         at.append(at[-1] + size)
-    return Counters(0, 32, *at)
+    return Counters(0, 32, 64, *at)
+
+
+class Context(Invariant):
+    """The kernel's arguments, as its roles see them."""
+
+    def __init__(self, sources, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit):
+        self.sources: Sources = sources
+        self.targets: Targets = targets
+        self.outputs: Outputs = outputs
+        self.schedule: Schedule = schedule
+        self.sizes: Sizes = sizes
+        self.buffers: Buffers = buffers
+        self.watch: Watch = watch
+        self.swiglu_limit: Float32 = swiglu_limit
+
+    @property
+    def counters(self) -> Counters:
+        """Pointers to the counters, made where they are used: no role keeps another's in registers."""
+        sizes = self.sizes
+        layout = counter_layout(sizes.max_minibatches, sizes.max_blocks, sizes.max_groups, 0)
+        base = int_ptr(self.buffers.counters)
+        return Counters(*[base + at for at in layout])
+
+
+def float_ptr(address: Int64) -> cute.Pointer:
+    """A pointer to FP32 in global memory."""
+    return cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)

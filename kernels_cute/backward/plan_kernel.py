@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .. import ptx
-from ..program import Tile
+from ..machine import machine_of
 from ..queue import DSL
 from ..schedule.common import find_segment, warp_inclusive_sum
 from ..sync import int_ptr, select
@@ -24,6 +24,7 @@ from .program import (
     OVERLAPS,
     TASK_BASE,
     Backward,
+    backward_tile,
 )
 
 WARP, WARPS = 32, 32
@@ -34,11 +35,11 @@ class PlanKernel:
     """Groups, tables and counts of one rank's backward pass, by one CTA. Integers only.
 
     Args:
-        tile: the backward kernel's task sizes.
+        arch: "sm_90a", "sm_100a" or "sm_103a", whose backward kernel follows.
     """
 
-    def __init__(self, tile: Tile = Tile()):  # noqa: B008 (frozen)
-        self.tile = tile
+    def __init__(self, arch: str = "sm_90a"):
+        self.tile = backward_tile(machine_of(arch))
 
     @cute.jit
     def __call__(

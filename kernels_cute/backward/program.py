@@ -22,6 +22,7 @@ is done. Which groups follow which minibatch depends on the routing, so a small 
 from typing import Any, NamedTuple
 
 from ..invariant import Invariant
+from ..machine import Machine
 from ..program import PY, Int, Tile
 
 END, REPLAY, DDOWN, DX, WDOWN, WGATE, WUP = 0, 1, 2, 3, 4, 5, 6
@@ -54,6 +55,17 @@ class Item(NamedTuple):
     kind: Int
     row: Int
     minibatch: Int
+
+
+def backward_tile(machine: Machine, group_m: int | None = None) -> Tile:
+    """Task sizes of the backward kernel; ``group_m`` None for the machine's default."""
+    return Tile(
+        m=machine.tile_m,
+        up_n=128,
+        down_n=256,
+        group_m=machine.group_m if group_m is None else group_m,
+        signals=machine.ctas,
+    )
 
 
 class Backward(Invariant):
@@ -91,8 +103,7 @@ class Backward(Invariant):
         self.n_up = columns(intermediate, tile.up_n)
         self.n_ddown = columns(intermediate, tile.down_n)
         self.n_dx = columns(hidden, tile.down_n)
-        # All three weight gradients have H as rows and I as columns of their tiles: dW_down directly,
-        # dW_gate and dW_up transposed, so that what is gathered (dy, x) is the smaller operand.
+        # The tiles of all three weight gradients are counted along H and I: tile.m of H, down_n of I.
         self.w_m, self.w_n = columns(hidden, tile.m), self.n_ddown
         self.w_tasks = self.w_m * self.w_n
         self.group_tasks = 3 * self.w_tasks
@@ -241,13 +252,30 @@ class Backward(Invariant):
         """Comm items that bring a minibatch in, and that push it."""
         return self.blocks_in(minibatch) * self.items_per_block
 
+    def replay_target(self) -> Int:
+        """Replay tasks of one row block (awaited by its dgrad down)."""
+        return self.n_up * self.tile.signals
+
+    def ddown_target(self) -> Int:
+        """Dgrad-down tasks of one row block (awaited by its dgrad gate+up, and by its weight gradients)."""
+        return self.n_ddown * self.tile.signals
+
+    def shared_target(self) -> Int:
+        """The same for the shared expert."""
+        return self.shared_n_ddown * self.tile.signals
+
+    def group_target(self, arrivals: int) -> Int:
+        """Arrivals after which a group's accumulators are kept, ``arrivals`` per task."""
+        return self.group_tasks * arrivals
+
     def dx_target(self, minibatch: Int) -> Int:
         """Tiles of a minibatch's dx rows (awaited by its push)."""
-        return self.blocks_in(minibatch) * self.n_dx
+        return self.blocks_in(minibatch) * self.n_dx * self.tile.signals
 
     def free_target(self, minibatch: Int, overlaps: Int) -> Int:
         """Tasks after which nothing of a minibatch is read any more: its dx tiles and its groups'."""
-        return self.blocks_in(minibatch) * self.n_dx + overlaps * self.group_tasks
+        tasks = self.blocks_in(minibatch) * self.n_dx + overlaps * self.group_tasks
+        return tasks * self.tile.signals
 
 
 class Plan(NamedTuple):

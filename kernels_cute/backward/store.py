@@ -5,118 +5,122 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .. import sync
+from ..gemm.operands import view
+from ..megakernel import MegaKernel
 from ..queue import next_slot
-from ..sync import int_ptr
-from .operands import Entry, counter_layout
 from .program import DDOWN, DX, END, REPLAY, SHARED, WDOWN, WGATE
 
 
-class StoreRoles:
-    """Mixin of ``BackwardKernel``."""
+class StoreRoles(MegaKernel):
+    """Base of ``BackwardKernel``."""
 
     @cute.jit
-    def store_role(self, prog, queue, bars, stores, smem, targets, sizes, buffers):
-        """Write what the MMA warps stage, in their order; signal a tile once it is in memory."""
-        staging, zero = self.staging, Int32(0)
-        base = int_ptr(buffers.counters)
-        counters = counter_layout(sizes.max_minibatches, sizes.max_blocks, sizes.max_groups, 0)
-
-        def to(*tmas):
-            return tuple(staging.partition(tma, smem.sD) for tma in tmas)
-
-        replayed = to(targets.replay_gate, targets.replay_up)
-        d_hidden = self.in_place(smem, targets.d_gate, targets.d_up, targets.weighted)
-        shared_d_hidden = self.in_place(
-            smem, targets.shared_d_gate, targets.shared_d_up, targets.shared_weighted
-        )
-        dx, shared_dx = to(targets.dx), to(targets.shared_dx)
-        wide = staging.partition_wide
-        dw = (
-            wide(targets.dw_gate, smem.sD_wide),
-            wide(targets.dw_up, smem.sD_wide),
-            *to(targets.dw_down),
-        )
-        shared_dw = (
-            wide(targets.shared_dw_gate, smem.sD_wide),
-            wide(targets.shared_dw_up, smem.sD_wide),
-            *to(targets.shared_dw_down),
-        )
+    def store_role(self, ctx, shared):
+        """Write what the result warps stage, in their order; signal a tile once it is in memory."""
+        staging, stores, zero = self.staging, shared.stores, Int32(0)
+        targets, counters = ctx.targets, ctx.counters
         up_chunks = self.tile.up_n // staging.CHUNK_N
         slot, slot_phase = Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
-        stage, written = Int32(0), Int32(0)  # the load warp's position; phases of bars.written
+        stage, written = (
+            Int32(0),
+            Int32(0),
+        )  # Hopper: the load warp's position; ``written``'s phases
         kind = Int32(DX)
         while kind != END:
-            entry = queue.get(slot, slot_phase, Entry)
+            entry = shared.queue.get(slot, slot_phase, self.entry)
             slot, slot_phase = next_slot(slot, slot_phase)
             kind, n = entry.kind, entry.n
+            rows, ring_rows = self.row_tile(entry.block), self.row_tile(entry.ring_block)
             if kind == REPLAY:
+                replayed = self.to(shared, targets.replay_gate, targets.replay_up)
                 chunk, phase = staging.store_tile(
-                    stores, replayed, entry.ring_block, n, up_chunks, zero, chunk, phase
+                    stores, replayed, ring_rows, n, up_chunks, zero, chunk, phase
                 )
-                staging.signal(base + counters.replay + entry.block)
+                staging.signal(counters.replay + entry.block)
             elif kind == DDOWN:
-                written = self.store_stages(
-                    bars, d_hidden, entry.ring_block, n, stage + entry.k_tiles, written
+                d_hidden = (targets.d_gate, targets.d_up, targets.weighted)
+                chunk, phase, written = self.store_d_hidden(
+                    shared, d_hidden, ring_rows, entry, stage, chunk, phase, written
                 )
-                staging.signal(base + counters.ddown + entry.block)
+                staging.signal(counters.ddown + entry.block)
             elif kind == DX:
-                block = entry.block if cutlass.const_expr(self.direct) else entry.ring_block
+                block = rows if cutlass.const_expr(self.direct) else ring_rows
                 chunk, phase = staging.store_tile(
-                    stores, dx, block, n, self.chunks, zero, chunk, phase
+                    stores, self.to(shared, targets.dx), block, n, self.chunks, zero, chunk, phase
                 )
-                staging.signal(base + counters.dx + entry.minibatch)
+                staging.signal(counters.dx + entry.minibatch)
                 if cute.arch.lane_idx() == 0:
-                    sync.arrive(base + counters.free + entry.minibatch)
+                    sync.arrive(counters.free + entry.minibatch)
             elif kind == SHARED + DDOWN:
-                written = self.store_stages(
-                    bars, shared_d_hidden, entry.block, n, stage + entry.k_tiles, written
+                d_hidden = (targets.shared_d_gate, targets.shared_d_up, targets.shared_weighted)
+                chunk, phase, written = self.store_d_hidden(
+                    shared, d_hidden, rows, entry, stage, chunk, phase, written
                 )
-                staging.signal(base + counters.shared + entry.block)
+                staging.signal(counters.shared + entry.block)
             elif kind == SHARED + DX:
                 chunk, phase = staging.store_tile(
-                    stores, shared_dx, entry.block, n, self.chunks, zero, chunk, phase
-                )
+                    stores, self.to(shared, targets.shared_dx), rows, n, self.chunks, zero,
+                    chunk, phase,
+                )  # fmt: skip
             elif kind != END:
                 if cutlass.const_expr(self.grad_mode == "bf16"):
                     if kind < SHARED and entry.later == 0:
-                        chunk, phase = self.store_gradient(stores, dw, entry, kind, chunk, phase)
-                        self.release_rows(prog, base + counters.free, entry)
-                    elif kind >= SHARED:
+                        gradients = (targets.dw_gate, targets.dw_up, targets.dw_down)
                         chunk, phase = self.store_gradient(
-                            stores, shared_dw, entry, kind - SHARED, chunk, phase
+                            shared, gradients, entry, kind, chunk, phase
                         )
-            steps = entry.k_tiles
-            if kind == DDOWN or kind == SHARED + DDOWN:
-                steps += self.chunks
-            stage = (stage + steps) % self.mainloop.stages
+                        self.release_rows(ctx, entry)
+                    elif kind >= SHARED:
+                        gradients = (
+                            targets.shared_dw_gate, targets.shared_dw_up, targets.shared_dw_down,
+                        )  # fmt: skip
+                        chunk, phase = self.store_gradient(
+                            shared, gradients, entry, kind - SHARED, chunk, phase
+                        )
+            if cutlass.const_expr(self.chunk_steps > 0):
+                steps = entry.k_tiles
+                if kind == DDOWN or kind == SHARED + DDOWN:
+                    steps += self.chunk_steps
+                stage = (stage + steps) % self.mainloop.stages
         staging.drain()
 
+    def to(self, shared, *tmas):
+        """Store targets of row-major chunks."""
+        return tuple(self.staging.partition(tma, shared.sD) for tma in tmas)
+
+    def wide(self, shared, tma):
+        """A store target of transposed chunks."""
+        return self.staging.partition_wide(tma, view(shared.storage.sD, self.staging.wide_layout))
+
+    # ---- results of dgrad down ----
+
     @cute.jit
-    def release_rows(self, prog, free, entry):
-        """Count a weight-gradient task (whole warp) for every minibatch that its group overlaps.
-
-        Its rows have been read: the warp has seen the end of the task's loads, or of its MMA.
-        """
-        first = entry.first // prog.mb_blocks
-        last = (entry.end - 1) // prog.mb_blocks
-        if entry.end > entry.first:
-            for minibatch in cutlass.range(first + cute.arch.lane_idx(), last + 1, 32, unroll=1):
-                sync.arrive(free + minibatch)
-
-    def in_place(self, smem, d_gate, d_up, weighted):
-        """Store targets whose source is a stage: A's place, B's left and right half."""
-        return (
-            self.staging.partition(d_gate, smem.sA),
-            self.staging.partition(d_up, smem.sB_half),
-            self.staging.partition(weighted, smem.sB_half),
-        )
+    def store_d_hidden(self, shared, targets, row_tile, entry, stage, chunk, phase, written):
+        """d_gate, d_up and w·hidden of a task: from staging buffers, or from the stages behind its operands."""
+        if cutlass.const_expr(self.chunk_steps > 0):
+            d_gate, d_up, weighted = targets
+            in_place = (
+                self.staging.partition(d_gate, shared.sA),
+                self.staging.partition(d_up, shared.sB_half),
+                self.staging.partition(weighted, shared.sB_half),
+            )
+            written = self.store_stages(
+                shared.bars, in_place, row_tile, entry.n, stage + entry.k_tiles, written
+            )
+        else:
+            chunk, phase = self.staging.store_tile(
+                shared.stores, self.to(shared, *targets), row_tile, entry.n, self.chunks,
+                Int32(0), chunk, phase,
+            )  # fmt: skip
+        return chunk, phase, written
 
     @cute.jit
     def store_stages(self, bars, targets, row_tile, n, stage, written):
         """Store the results that the MMA warps put into the stages of a dgrad-down task, and free them.
 
-        Bit s of ``written`` is the phase of stage s's ``written`` barrier; returns it updated.
+        Bit s of ``written`` is the phase of stage s's ``written`` barrier; returns it updated. A stage
+        holds d_gate in A's place, d_up and w·hidden in B's left and right half.
         """
         d_gate, d_up, weighted = targets
         for c in cutlass.range_constexpr(self.chunks):
@@ -141,28 +145,38 @@ class StoreRoles:
         """Give a stage back to the load warp, for all MMA warps."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(bars.empty + stage, arrive_count=self.consumer_warps)
+            cute.arch.mbarrier_arrive(bars.empty + stage, arrive_count=self.mainloop.empty_arrivals)
+
+    # ---- weight gradients ----
 
     @cute.jit
-    def store_gradient(self, stores, outputs, entry, kind, chunk, phase):
-        """A tile of dW_gate or dW_up (transposed), or of dW_down, of the entry's expert."""
-        gate, up, down = outputs
+    def store_gradient(self, shared, targets, entry, kind, chunk, phase):
+        """A tile of dW_gate, dW_up or dW_down of the entry's expert."""
+        gate, up, down = targets
         if kind == WDOWN:
             chunk, phase = self.staging.store_tile(
-                stores, (down,), entry.m, entry.n, self.chunks, entry.expert, chunk, phase
-            )
+                shared.stores, self.to(shared, down), self.row_tile(entry.m), entry.n, self.chunks,
+                entry.expert, chunk, phase,
+            )  # fmt: skip
         elif kind == WGATE:
-            chunk, phase = self.store_transposed(stores, gate, entry, chunk, phase)
+            chunk, phase = self.store_x_gradient(shared, gate, entry, chunk, phase)
         else:
-            chunk, phase = self.store_transposed(stores, up, entry, chunk, phase)
+            chunk, phase = self.store_x_gradient(shared, up, entry, chunk, phase)
         return chunk, phase
 
     @cute.jit
-    def store_transposed(self, stores, target, entry, chunk, phase):
-        """Rows are the tile's columns of I, 64 at a time; columns its 128 of H."""
-        for c in cutlass.range_constexpr(self.chunks):
-            chunk, phase = self.staging.store(
-                stores, target, entry.n * self.chunks + c, entry.m, entry.expert, chunk, phase,
-                c == 0, c == self.chunks - 1,
+    def store_x_gradient(self, shared, target, entry, chunk, phase):
+        """Rows of I, columns of H: the accumulator's, or its transpose's, 64 by 128 at a time."""
+        if cutlass.const_expr(self.d_first):
+            chunk, phase = self.staging.store_tile(
+                shared.stores, self.to(shared, target), self.row_tile(entry.n), entry.m,
+                self.chunks, entry.expert, chunk, phase,
             )  # fmt: skip
+        else:
+            wide = self.wide(shared, target)
+            for c in cutlass.range_constexpr(self.chunks):
+                chunk, phase = self.staging.store(
+                    shared.stores, wide, entry.n * self.chunks + c, entry.m, entry.expert,
+                    chunk, phase, c == 0, c == self.chunks - 1,
+                )  # fmt: skip
         return chunk, phase

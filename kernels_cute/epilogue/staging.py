@@ -84,19 +84,25 @@ class Staging(Invariant):
         """
         if cutlass.const_expr(piece == 0):
             cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
-        self.write(packed, sD_row + chunk * (self.tile_m * self.CHUNK_N * 2), row, piece)
+        self.write(packed, sD_row + chunk * self.chunk_bytes, row, piece)
         if cutlass.const_expr(piece == self.PIECES - 1):
-            chunk, phase = self.hand_over(bars, chunk, phase)
+            self.hand_over(bars, chunk)
+            chunk, phase = advance(chunk, phase, self.stages)
         return chunk, phase
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a buffer."""
+        return self.tile_m * self.CHUNK_N * 2
+
     @cute.jit
-    def hand_over(self, bars: Stages, chunk: Int32, phase: Int32):
-        """Give this warp's part of a buffer to the store warp. Returns the next (chunk, phase)."""
+    def hand_over(self, bars: Stages, *chunks: Int32):
+        """Give this warp's part of the buffers ``chunks`` to the store warp."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(bars.full + chunk)
-        return advance(chunk, phase, self.stages)
+            for chunk in chunks:
+                cute.arch.mbarrier_arrive(bars.full + chunk)
 
     def write(self, packed, address: Int32, row: Int32, piece: int) -> None:
         """64 columns in wgmma's accumulator order (per 8: two of row lane/4, two of row lane/4+8).
@@ -126,7 +132,8 @@ class Staging(Invariant):
             ]
             row = 16 * j + lane // 16 * 8 + lane % 8
             ptx.stmatrix_x4_trans(base + row * 128 + ((column ^ (row % 8)) << 4), *packed)
-        return self.hand_over(bars, chunk, phase)
+        self.hand_over(bars, chunk)
+        return advance(chunk, phase, self.stages)
 
     @cute.jit
     def store(
@@ -198,10 +205,11 @@ class RowStaging(Staging):
     def write(self, packed, address: Int32, row: Int32, piece: int) -> None:
         """Columns 32*piece … 32*piece+31 of this thread's row ``row``."""
         for j in range(4):
-            column = 4 * piece + j
-            ptx_sm100.shared_store_16(
-                address + ((column ^ (row % 8)) << 4), *packed[4 * j : 4 * j + 4]
-            )
+            self.write_8(packed[4 * j : 4 * j + 4], address, row, 4 * piece + j)
+
+    def write_8(self, packed, address: Int32, row: Int32, column: int) -> None:
+        """16-byte column ``column`` of this thread's row ``row``."""
+        ptx_sm100.shared_store_16(address + ((column ^ (row % 8)) << 4), *packed)
 
     @cute.jit
     def put_bytes(
@@ -214,12 +222,10 @@ class RowStaging(Staging):
         """
         if cutlass.const_expr(piece == 0):
             cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
-        address = sD_row + chunk * (self.tile_m * self.CHUNK_N * 2)
+        address = sD_row + chunk * self.chunk_bytes
         for j in cutlass.range_constexpr(2):
-            column = 2 * piece + j
-            ptx_sm100.shared_store_16(
-                address + ((column ^ (row % 8)) << 4), *words[4 * j : 4 * j + 4]
-            )
+            self.write_8(words[4 * j : 4 * j + 4], address, row, 2 * piece + j)
         if cutlass.const_expr(piece == 3):
-            chunk, phase = self.hand_over(bars, chunk, phase)
+            self.hand_over(bars, chunk)
+            chunk, phase = advance(chunk, phase, self.stages)
         return chunk, phase

@@ -45,6 +45,13 @@ def sw128_atom() -> cute.ComposedLayout:
     )
 
 
+def strip_atom() -> cute.ComposedLayout:
+    """64 columns of 8 rows, columns contiguous, in the same swizzle: (column, row)."""
+    return cute.make_composed_layout(
+        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((64, 8), stride=(1, 64))
+    )
+
+
 def aligned(elements: int) -> object:
     """A shared-storage field of BF16 ``elements`` that TMA and MMA can address: 1024-byte aligned."""
     return cute.struct.Align[cute.struct.MemRange[BFloat16, elements], 1024]

@@ -13,12 +13,16 @@ Mbarriers. "First" is CTA 0, where the pair's counts are kept; its MMA warp work
     empty[s]       each   1+G    tcgen05.commit after the stage's MMAs, multicast to both; the CTA's G gather warps
     acc_full[a]    each   1      tcgen05.commit after a task's MMAs, multicast to both
     acc_empty[a]   first  8      one lane of each epilogue warp of both CTAs
+    acc_set        first  8      the same, where a task continues an accumulator that the epilogue wrote
 
 Phases. A load for use n of a stage waits, in its own CTA, for phase n-1 of ``empty``, which completes after
 the MMAs that read use n-1, hence after phase n-1 of ``full``: no byte is counted in an earlier phase. Gather
 warps arrive on ``empty`` in every use, gathered or not, so that they are never two phases away, where a
 parity says nothing. Before a CTA leaves, its load warp has seen all stages empty, its epilogue warps the last
 accumulator full, and the MMA warp both accumulators empty: no arrival comes to a CTA that is gone.
+
+The operands of a contraction over rows are MN-major: (…, 64) of 64 rows each, as strips of 64 columns whose
+rows are 128 bytes. A box of 128 by 64 then is two strips; both majors use the same bytes of a stage.
 """
 
 from typing import NamedTuple
@@ -35,8 +39,18 @@ from .. import ptx_sm100
 from ..invariant import Invariant
 from ..machine import BLACKWELL
 from ..matrix import matrix
-from ..sync import advance, select
-from .operands import Operand, RowSource, Tma, aligned, make_tma, partition, sw128_atom, view
+from ..sync import advance, divide, select
+from .operands import (
+    Operand,
+    RowSource,
+    Tma,
+    aligned,
+    make_tma,
+    partition,
+    strip_atom,
+    sw128_atom,
+    view,
+)
 
 TWO = tcgen05.CtaGroup.TWO
 BOTH = 0b11  # CTAs of the pair
@@ -51,6 +65,7 @@ class Bars(NamedTuple):
     empty: cute.Pointer
     acc_full: cute.Pointer
     acc_empty: cute.Pointer
+    acc_set: cute.Pointer
 
 
 class Worker(Invariant):
@@ -89,23 +104,29 @@ class Mainloop(Invariant):
     def setup(self) -> None:
         """Build layouts (inside a jit function, where the DSL's context exists)."""
 
-        def staged(rows: int) -> cute.ComposedLayout:
-            shape = (rows, self.TILE_K, self.stages)
-            return cute.tile_to_shape(sw128_atom(), shape, order=(0, 1, 2))
+        def staged(atom, rows: int, order: tuple[int, int, int]) -> cute.ComposedLayout:
+            return cute.tile_to_shape(atom, (rows, self.TILE_K, self.stages), order=order)
 
-        self.a_layout = staged(self.CTA_ROWS)
-        self.b_layout = staged(self.half_n)
+        by_row, by_strip = (0, 1, 2), (1, 0, 2)
+        self.a_layout = staged(sw128_atom(), self.CTA_ROWS, by_row)
+        self.b_layout = staged(sw128_atom(), self.half_n, by_row)
         self.b_half_layout = self.b_layout
-        # The same bytes as the MMA sees them: ((rows, 16), 1, 4, stages).
-        mma = self.tiled_mma()
-        self.a_mma_layout = sm100_helpers.make_smem_layout_a(mma, self.tile, BFloat16, self.stages)
-        self.b_mma_layout = sm100_helpers.make_smem_layout_b(mma, self.tile, BFloat16, self.stages)
+        self.a_layout_mn = staged(strip_atom(), self.CTA_ROWS, by_strip)
+        self.b_half_layout_mn = staged(strip_atom(), self.half_n, by_strip)
 
-    def tiled_mma(self) -> cute.TiledMma:
-        """The pair's MMA, a new value each time: setting a field changes the object."""
-        K = OperandMajorMode.K
+    def tiled_mma(self, majors: str = "kk") -> cute.TiledMma:
+        """The pair's MMA for A and B ``majors``: "k" where the contraction is contiguous, "m" where not.
+
+        A new value each time: setting a field changes the object.
+        """
+        major = {"k": OperandMajorMode.K, "m": OperandMajorMode.MN}
         return sm100_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, K, K, Float32, TWO, (self.TILE_M, self.tile_n)
+            BFloat16,
+            BFloat16,
+            *(major[m] for m in majors),
+            Float32,
+            TWO,
+            (self.TILE_M, self.tile_n),
         )
 
     # ---- shared memory ----
@@ -118,6 +139,7 @@ class Mainloop(Invariant):
             "empty": array[Int64, self.stages],
             "acc_full": array[Int64, self.acc_stages],
             "acc_empty": array[Int64, self.acc_stages],
+            "acc_set": array[Int64, 1],
         }
 
     def buffers(self) -> dict[str, object]:
@@ -134,6 +156,7 @@ class Mainloop(Invariant):
             storage.empty.data_ptr(),
             storage.acc_full.data_ptr(),
             storage.acc_empty.data_ptr(),
+            storage.acc_set.data_ptr(),
         )
 
     def init_barriers(self, bars: Bars) -> None:
@@ -144,6 +167,7 @@ class Mainloop(Invariant):
         for i in range(self.acc_stages):
             cute.arch.mbarrier_init(bars.acc_full + i, 1)
             cute.arch.mbarrier_init(bars.acc_empty + i, 2 * self.EPILOGUE_WARPS)
+        cute.arch.mbarrier_init(bars.acc_set, 2 * self.EPILOGUE_WARPS)
 
     # ---- host: descriptors ----
 
@@ -155,12 +179,20 @@ class Mainloop(Invariant):
         """Loads of (tile_n/2, 64) from (n, k, expert), k contiguous."""
         return self._tma_load(tensor, self.b_half_layout, self.half_n)
 
+    def tma_a_mn(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (128, 64) from (rows, k, batch), rows contiguous."""
+        return self._tma_load(tensor, self.a_layout_mn, self.CTA_ROWS)
+
+    def tma_b_half_mn(self, tensor: cute.Tensor) -> Tma:
+        """Loads of (tile_n/2, 64) from (n, k, expert), n contiguous."""
+        return self._tma_load(tensor, self.b_half_layout_mn, self.half_n)
+
     def _tma_load(self, tensor: cute.Tensor, staged: cute.ComposedLayout, rows: int) -> Tma:
         op = cpasync.CopyBulkTensorTileG2SOp(TWO)
         return make_tma(op, tensor, staged, (rows, self.TILE_K))
 
     def row_source(self, address: Int64, rows: Int32, columns: Int32) -> RowSource:
-        """A matrix from which ``gather`` takes rows of A."""
+        """A matrix from which ``gather`` and ``gather_columns`` take rows."""
         full = matrix(address, rows, columns)
         plane = cute.make_tensor(full.iterator, cute.select(full.layout, mode=[0, 1]))
         one_row = cute.make_composed_layout(
@@ -191,17 +223,20 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
+        k_first: Int32 | int = 0,
+        b_by_tma: cutlass.Constexpr[bool] = True,
     ) -> tuple[Int32, Int32]:
         """Load this CTA's part of all K steps of a task (one warp): its rows of A, its half of B.
 
-        ``block`` counts tasks' row blocks. Without ``a_by_tma`` the gather warps fill A. Returns the next
-        (stage, phase).
+        ``block`` counts tasks' row blocks, ``k_first`` is the first K step in the tensors. Without
+        ``a_by_tma`` or ``b_by_tma`` the gather warps fill A or B. Returns the next (stage, phase).
         """
         rank = cute.arch.block_idx_in_cluster()
         tAgA = a.tXgX[None, 2 * block + rank, None, 0]
         tBgB_left = left.tXgX[None, left_tile, None, batch]
         tBgB_right = right.tXgX[None, right_tile, None, batch]
-        for k in cutlass.range(k_tiles, unroll=1):
+        for step in cutlass.range(k_tiles, unroll=1):
+            k = step + k_first
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             # The copies below count on the first CTA's barrier.
             full = bars.full + stage
@@ -210,12 +245,15 @@ class Mainloop(Invariant):
                     cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * (self.a_bytes + self.b_bytes))
             if cutlass.const_expr(a_by_tma):
                 cute.copy(a.atom, tAgA[None, k], a.tXsX[None, stage], tma_bar_ptr=full)
-            if rank == 0:
-                cute.copy(left.atom, tBgB_left[None, k], left.tXsX[None, stage], tma_bar_ptr=full)
-            else:
-                cute.copy(
-                    right.atom, tBgB_right[None, k], right.tXsX[None, stage], tma_bar_ptr=full
-                )
+            if cutlass.const_expr(b_by_tma):
+                if rank == 0:
+                    cute.copy(
+                        left.atom, tBgB_left[None, k], left.tXsX[None, stage], tma_bar_ptr=full
+                    )
+                else:
+                    cute.copy(
+                        right.atom, tBgB_right[None, k], right.tXsX[None, stage], tma_bar_ptr=full
+                    )
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 
@@ -233,7 +271,7 @@ class Mainloop(Invariant):
         sA_address: Int32,
         source: RowSource,
         routes: cute.Pointer,
-        topk: Int32,
+        by_topk: Int64,
         thread: Int32,
         k_tiles: Int32,
         stage: Int32,
@@ -241,11 +279,11 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:
         """Gather all K steps of A: the rows of x of the CTA's 128 ``routes`` (token*K + k, -1 for zeros).
 
-        Warp g of the gather warps takes rows 32g … 32g+31, four at a time.
+        ``by_topk`` divides by K. Warp g of the gather warps takes rows 32g … 32g+31, four at a time.
         """
         group = cute.arch.make_warp_uniform(thread // 32)
         route = cute.arch.load(routes + thread, Int32)
-        own = select(route < 0, source.rows, route // topk)
+        own = select(route < 0, source.rows, divide(route, by_topk))
         rows = [cute.arch.shuffle_sync(own, i) for i in range(32)]
         descriptor = descriptor_address(source.tma.atom)
         target = sA_address + group * (32 * 128)
@@ -266,6 +304,55 @@ class Mainloop(Invariant):
         return stage, phase
 
     @cute.jit
+    def gather_columns(
+        self,
+        bars: Bars,
+        target_address: Int32,
+        source: RowSource,
+        first_column: Int32,
+        routes: cute.Pointer,
+        by_topk: Int64,
+        thread: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Gather an operand whose contraction runs over rows: K runs over ``routes``, 128 columns per CTA.
+
+        ``target_address``: of A or B in stage 0, which are equally large. Warp g of the gather warps takes
+        rows 16g … 16g+15 of each K step, four at a time, in two strips of 64 columns. Other arguments as
+        ``gather``; columns outside the matrix are zeros.
+        """
+        lane = thread % 32
+        group = cute.arch.make_warp_uniform(thread // 32)
+        at = routes + group * 16 + lane % 16
+        route = Int32(-1)
+        if k_tiles > 0:
+            route = cute.arch.load(at, Int32)
+        descriptor = descriptor_address(source.tma.atom)
+        target = target_address + group * (16 * 128)
+        for k in cutlass.range(k_tiles, unroll=1):
+            own = select(route < 0, source.rows, divide(route, by_topk))
+            rows = [cute.arch.shuffle_sync(own, i) for i in range(16)]
+            if k + 1 < k_tiles:  # the next step's routes travel meanwhile
+                route = cute.arch.load(at + (k + 1) * self.TILE_K, Int32)
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            full = (bars.full + stage).toint() & FIRST_CTA
+            with cute.arch.elect_one():
+                for strip in cutlass.range_constexpr(2):
+                    for i in cutlass.range_constexpr(4):
+                        ptx_sm100.tma_gather_4(
+                            target + stage * self.a_bytes + strip * 8192 + i * (4 * 128),
+                            descriptor,
+                            first_column + strip * 64,
+                            rows[4 * i : 4 * i + 4],
+                            full,
+                        )
+                cute.arch.mbarrier_arrive(bars.empty + stage)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
     def pass_tile(
         self, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32
     ) -> tuple[Int32, Int32]:
@@ -280,14 +367,17 @@ class Mainloop(Invariant):
     # ---- multiply (the first CTA's MMA warp) ----
 
     def fragments(
-        self, storage, tmem: cute.Pointer
+        self, storage, tmem: cute.Pointer, majors: str = "kk"
     ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Descriptors of A and B (MMA, 1, k block, stage), accumulators (MMA, 1, 1, accumulator)."""
-        mma = self.tiled_mma()
+        mma = self.tiled_mma(majors)
         shape = cute.append(mma.partition_shape_C((self.TILE_M, self.tile_n)), self.acc_stages)
+        # The stages' bytes as the MMA sees them: ((rows, 16), 1, 4, stages).
+        a = sm100_helpers.make_smem_layout_a(mma, self.tile, BFloat16, self.stages)
+        b = sm100_helpers.make_smem_layout_b(mma, self.tile, BFloat16, self.stages)
         return (
-            mma.make_fragment_A(view(storage.sA, self.a_mma_layout)),
-            mma.make_fragment_B(view(storage.sB, self.b_mma_layout)),
+            mma.make_fragment_A(view(storage.sA, a)),
+            mma.make_fragment_B(view(storage.sB, b)),
             cute.make_tensor(tmem, mma.make_fragment_C(shape).layout),
         )
 
@@ -303,17 +393,28 @@ class Mainloop(Invariant):
         phase: Int32,
         acc: Int32,
         acc_phase: Int32,
+        is_set: Boolean | bool = False,
+        set_phase: Int32 | int = 0,
+        majors: cutlass.Constexpr[str] = "kk",
     ) -> tuple[Int32, Int32]:
-        """Accumulator ``acc`` = A·Bᵀ over ``k_tiles`` ≥ 1 steps. Returns the next (stage, phase)."""
+        """Accumulator ``acc`` = A·Bᵀ over ``k_tiles`` steps. Returns the next (stage, phase).
+
+        With ``is_set`` the epilogue has written a first value of the accumulator (``set_first``), to which
+        the products are added; without it there must be at least one step.
+        """
         ptx_sm100.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
+        if cutlass.const_expr(not isinstance(is_set, bool)):
+            if is_set:
+                ptx_sm100.cluster_wait(bars.acc_set.toint(), set_phase)
         ptx_sm100.tcgen05_after_sync()
         target = tCtAcc[None, None, None, self.place(acc, acc_phase)]
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.full + stage, phase)
             ptx_sm100.tcgen05_after_sync()
-            mma = self.tiled_mma()
+            mma = self.tiled_mma(majors)
             for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                mma.set(tcgen05.Field.ACCUMULATE, Boolean(k > 0) if k_block == 0 else True)
+                add = Boolean((k > 0) | is_set) if k_block == 0 else True
+                mma.set(tcgen05.Field.ACCUMULATE, add)
                 at = (None, None, k_block, stage)
                 cute.gemm(mma, target, tCrA[at], tCrB[at], target)
             with cute.arch.elect_one():
@@ -342,8 +443,9 @@ class Mainloop(Invariant):
         return Worker(tmem + (first << 16), first + cute.arch.lane_idx())
 
     def take(
-        self, worker: Worker, bars: Bars, k_tiles: Int32, acc: Int32, phase: Int32
-    ) -> tuple[Int32, Int32]:
+        self, worker: Worker, bars: Bars, k_tiles: Int32, acc: Int32, phase: Int32,
+        majors: str = "kk",
+    ) -> tuple[Int32, Int32]:  # fmt: skip
         """Have the accumulator of the next task. Returns which, and its phase."""
         cute.arch.mbarrier_wait(bars.acc_full + acc, phase)
         ptx_sm100.tcgen05_after_sync()
@@ -353,6 +455,19 @@ class Mainloop(Invariant):
         """32 accumulator columns of this lane's row from each of ``first`` on."""
         base = worker.tmem + acc * self.tile_n
         return ptx_sm100.tmem_load(*[base + at for at in first])
+
+    def set_first(self, worker: Worker, acc: Int32, first: int, values: list[Float32]) -> None:
+        """Write 32 columns of this lane's row from ``first`` on; ``hand_first`` passes them to the MMA."""
+        ptx_sm100.tmem_store(worker.tmem + acc * self.tile_n + first, values)
+
+    @cute.jit
+    def hand_first(self, bars: Bars):
+        """This warp has written the first value of the next accumulator."""
+        ptx_sm100.tmem_store_wait()
+        ptx_sm100.tcgen05_before_sync()
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            ptx_sm100.cluster_arrive(ptx_sm100.cluster_address(bars.acc_set.toint(), Int32(0)))
 
     @cute.jit
     def give_back(

@@ -29,7 +29,7 @@ from .. import mxfp8, ptx_sm100
 from ..matrix import matrix
 from ..sync import advance, select, select_f32
 from . import sm100
-from .operands import Operand, Tma, aligned_bytes, make_tma, partition, view
+from .operands import Operand, Tma, aligned_bytes, make_tma, partition
 from .sm100 import BOTH, TWO, Bars
 
 PLACE = 240  # columns from the one accumulator to the other
@@ -158,11 +158,8 @@ class Mainloop(sm100.Mainloop):
         """As the base class; the accumulators overlap."""
         mma = self.tiled_mma()
         one = mma.make_fragment_C(mma.partition_shape_C((self.TILE_M, self.tile_n))).layout
-        return (
-            mma.make_fragment_A(view(storage.sA, self.a_mma_layout)),
-            mma.make_fragment_B(view(storage.sB, self.b_mma_layout)),
-            cute.make_tensor(tmem, cute.append(one, cute.make_layout(2, stride=PLACE))),
-        )
+        a, b, _ = super().fragments(storage, tmem)
+        return a, b, cute.make_tensor(tmem, cute.append(one, cute.make_layout(2, stride=PLACE)))
 
     def place(self, acc: Int32, acc_phase: Int32) -> Int32:
         """Places take turns, as phases do."""

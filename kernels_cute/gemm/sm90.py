@@ -5,6 +5,8 @@ halves of tile_n/2 rows, so that gate and up can be one GEMM: its accumulator ho
 up in the right half of the columns.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90_helpers
@@ -14,15 +16,22 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from .. import ptx
 from ..invariant import Invariant
 from ..sync import advance, divide, select
-from .operands import Operand, RowSource, Stages, Tma, aligned, make_tma, partition
+from .operands import Operand, RowSource, Tma, aligned, make_tma, partition, view
+
+
+class Bars(NamedTuple):
+    """The mbarriers of the stages; ``written``: the MMA warps have put results into a stage."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    written: cute.Pointer
 
 
 class Worker(Invariant):
     """What an MMA warp holds: wgmma descriptors, the accumulator, its lane's row of a staging buffer."""
 
-    def __init__(self, tCrA: cute.Tensor, tCrB: cute.Tensor, acc: cute.Tensor, row: Int32):
-        self.tCrA = tCrA
-        self.tCrB = tCrB
+    def __init__(self, operands: dict, acc: cute.Tensor, row: Int32):
+        self.operands = operands  # (A, B) by majors
         self.acc = acc
         self.row = row
 
@@ -104,7 +113,7 @@ class Mainloop(Invariant):
     def storage(self) -> dict[str, object]:
         """Fields of the shared storage."""
         array = cute.struct.MemRange
-        return {"full": array[Int64, self.stages], "empty": array[Int64, self.stages]}
+        return {name: array[Int64, self.stages] for name in Bars._fields}
 
     def buffers(self) -> dict[str, object]:
         """Aligned fields: sA bf16 (128, 64, stages), sB bf16 (tile_n, 64, stages)."""
@@ -113,15 +122,16 @@ class Mainloop(Invariant):
             "sB": aligned(cute.cosize(self.b_layout)),
         }
 
-    def bars(self, storage) -> Stages:
+    def bars(self, storage) -> Bars:
         """The mbarriers in the shared storage."""
-        return Stages(storage.full.data_ptr(), storage.empty.data_ptr())
+        return Bars(storage.full.data_ptr(), storage.empty.data_ptr(), storage.written.data_ptr())
 
-    def init_barriers(self, bars: Stages) -> None:
+    def init_barriers(self, bars: Bars) -> None:
         """Arrival counts of the stages' mbarriers (one thread)."""
         for i in range(self.stages):
             cute.arch.mbarrier_init(bars.full + i, self.full_arrivals)
             cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals)
+            cute.arch.mbarrier_init(bars.written + i, self.empty_arrivals)
 
     # ---- host: descriptors ----
 
@@ -157,7 +167,7 @@ class Mainloop(Invariant):
     @cute.jit
     def load_tile(
         self,
-        bars: Stages,
+        bars: Bars,
         a: Operand,
         a_by_tma: cutlass.Constexpr[bool],
         a_tile: Int32,
@@ -195,13 +205,13 @@ class Mainloop(Invariant):
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 
-    def finish_loads(self, bars: Stages, stage: Int32, phase: Int32) -> None:
+    def finish_loads(self, bars: Bars, stage: Int32, phase: Int32) -> None:
         """After the last task. Nothing arrives from elsewhere, so a CTA may leave as it is."""
 
     @cute.jit
     def load_chunks(
         self,
-        bars: Stages,
+        bars: Bars,
         left: Operand,
         right: Operand,
         row_tile: Int32,
@@ -235,7 +245,7 @@ class Mainloop(Invariant):
     @cute.jit
     def gather_tile(
         self,
-        bars: Stages,
+        bars: Bars,
         sA_address: Int32,
         x_address: Int64,
         row_bytes: Int64,
@@ -274,23 +284,26 @@ class Mainloop(Invariant):
     @cute.jit
     def gather(
         self,
-        bars: Stages,
+        bars: Bars,
         sA_address: Int32,
         source: RowSource,
         routes: cute.Pointer,
-        topk: Int32,
+        by_topk: Int64,
         thread: Int32,
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
     ) -> tuple[Int32, Int32]:
-        """Gather all K steps of A: the rows of x of the 128 ``routes`` (token*K + k, -1 for zeros)."""
+        """Gather all K steps of A: the rows of x of the 128 ``routes`` (token*K + k, -1 for zeros).
+
+        ``by_topk`` divides by K.
+        """
         row_step = self.gather_threads // 8
         rows = cute.make_rmem_tensor((self.TILE_M // row_step,), Int32)
         first = routes + thread // 8
         for i in cutlass.range_constexpr(self.TILE_M // row_step):
             route = cute.arch.load(first + i * row_step, Int32)
-            rows[i] = select(route < 0, Int32(-1), route // topk)
+            rows[i] = select(route < 0, Int32(-1), divide(route, by_topk))
         return self.gather_tile(
             bars, sA_address, source.address, source.row_bytes, rows, thread, k_tiles, stage, phase
         )
@@ -298,10 +311,9 @@ class Mainloop(Invariant):
     @cute.jit
     def gather_columns(
         self,
-        bars: Stages,
+        bars: Bars,
         sA_address: Int32,
-        x_address: Int64,
-        columns: Int32,
+        source: RowSource,
         first_column: Int32,
         routes: cute.Pointer,
         by_topk: Int64,
@@ -310,22 +322,22 @@ class Mainloop(Invariant):
         stage: Int32,
         phase: Int32,
     ) -> tuple[Int32, Int32]:
-        """Gather A for a contraction over rows: K runs over rows of x, 128 of its columns per tile.
+        """Gather A for a contraction over rows: K runs over ``routes``, 128 columns of x per tile.
 
-        ``routes`` int32: token*K + k of each row, -1 for a row of zeros; ``by_topk`` divides by K. Columns
-        from ``columns`` on are zeros. Thread t copies 16-byte chunk t%8 of both strips of 64 columns for
+        Other arguments as ``gather``. Columns outside the matrix are zeros. Thread t copies 16-byte chunk t%8 of both strips of 64 columns for
         rows t//8, t//8 + gather_threads/8, …
         """
         row_step = self.gather_threads // 8
         per_thread = self.TILE_K // row_step
         chunk = thread % 8
         first = thread // 8
-        row_bytes = Int64(columns) * 2
-        source = x_address + Int64(first_column + chunk * 8) * 2
+        row_bytes, columns = source.row_bytes, Int32(source.row_bytes // 2)
+        first_byte = source.address + Int64(first_column + chunk * 8) * 2
         target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
         ids = cute.make_rmem_tensor((per_thread,), Int32)
-        for i in cutlass.range_constexpr(per_thread):
-            ids[i] = cute.arch.load(routes + first + i * row_step, Int32)
+        if k_tiles > 0:
+            for i in cutlass.range_constexpr(per_thread):
+                ids[i] = cute.arch.load(routes + first + i * row_step, Int32)
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             for i in cutlass.range_constexpr(per_thread):
@@ -335,7 +347,7 @@ class Mainloop(Invariant):
                     valid = select(inside, Int32(token >= 0), Int32(0))
                     ptx.cp_async_16(
                         target + stage * self.a_bytes + s * 8192 + i * row_step * 128,
-                        source + Int64(valid * token) * row_bytes + Int64(valid * (s * 128)),
+                        first_byte + Int64(valid * token) * row_bytes + Int64(valid * (s * 128)),
                         valid * 16,
                     )
             cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
@@ -348,7 +360,7 @@ class Mainloop(Invariant):
 
     @cute.jit
     def pass_tile(
-        self, bars: Stages, k_tiles: Int32, stage: Int32, phase: Int32
+        self, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32
     ) -> tuple[Int32, Int32]:
         """The gather threads' part of a task whose A comes by TMA: arrive, so that counts match."""
         for _ in cutlass.range(k_tiles, unroll=1):
@@ -359,18 +371,27 @@ class Mainloop(Invariant):
 
     # ---- accumulators for the epilogue ----
 
-    def worker(self, warp: Int32, sA: cute.Tensor, sB: cute.Tensor) -> Worker:
+    def worker(self, warp: Int32, storage) -> Worker:
         """What MMA warp ``warp`` (4 … 11) needs. Lane l gives stmatrix the address of row l%16."""
         group = cute.arch.make_warp_uniform(warp // 4) - 1
         row = warp % 4 * 16 + group * 64 + cute.arch.lane_idx() % 16
-        return Worker(*self.fragments("kk", sA, sB, group), self.accumulator(), row)
+        sA, sB = view(storage.sA, self.a_layout), view(storage.sB, self.b_layout)
+        sA_mn = view(storage.sA, self.a_layout_mn)
+        sB_mn = view(storage.sB, self.b_layout_mn)
+        operands = {
+            "kk": self.fragments("kk", sA, sB, group),
+            "km": self.fragments("km", sA, sB_mn, group),
+            "mm": self.fragments("mm", sA_mn, sB_mn, group),
+        }
+        return Worker(operands, self.accumulator(), row)
 
     def take(
-        self, worker: Worker, bars: Stages, k_tiles: Int32, stage: Int32, phase: Int32
-    ) -> tuple[Int32, Int32]:
+        self, worker: Worker, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32,
+        majors: str = "kk",
+    ) -> tuple[Int32, Int32]:  # fmt: skip
         """Have the accumulator of the next task: multiply. Returns the next (stage, phase)."""
         return self.mma_tile(
-            "kk", bars, worker.tCrA, worker.tCrB, worker.acc, k_tiles, stage, phase
+            majors, bars, *worker.operands[majors], worker.acc, k_tiles, stage, phase
         )
 
     def columns(self, worker: Worker, stage: Int32, *first: int) -> list[list[Float32]]:
@@ -378,7 +399,7 @@ class Mainloop(Invariant):
         return [[worker.acc[4 * (at // 8) + i] for i in range(32)] for at in first]
 
     def give_back(
-        self, worker: Worker, bars: Stages, stage: Int32, phase: Int32
+        self, worker: Worker, bars: Bars, stage: Int32, phase: Int32
     ) -> tuple[Int32, Int32]:
         """The epilogue has read the accumulator: nothing to say, it lies in its own registers."""
         return stage, phase
@@ -387,7 +408,7 @@ class Mainloop(Invariant):
     def mma_tile(
         self,
         majors: cutlass.Constexpr[str],
-        bars: Stages,
+        bars: Bars,
         tCrA: cute.Tensor,
         tCrB: cute.Tensor,
         acc: cute.Tensor,
@@ -413,7 +434,7 @@ class Mainloop(Invariant):
     def mma_add_tile(
         self,
         majors: cutlass.Constexpr[str],
-        bars: Stages,
+        bars: Bars,
         tCrA: cute.Tensor,
         tCrB: cute.Tensor,
         acc: cute.Tensor,
@@ -462,7 +483,7 @@ class Mainloop(Invariant):
         warpgroup.commit_group()
 
     @cute.jit
-    def release(self, bars: Stages, stage: Int32):
+    def release(self, bars: Bars, stage: Int32):
         """This warp is done reading a stage."""
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(bars.empty + stage)

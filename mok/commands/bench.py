@@ -24,7 +24,7 @@ NAME = "bench"
 HELP = "time this layer and its peers in one run, and print ratios"
 
 PASSES = ("forward", "backward", "both")
-SUITES = ("default", "quick", "small", "cpu")
+SUITES = ("default", "quick", "small", "unfitted", "cpu")
 SWEEP_EP = 4
 
 

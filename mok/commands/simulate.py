@@ -28,6 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="predict all recorded measurements instead"
     )
+    parser.add_argument(
+        "--bench", metavar="FILE", help="predict the times of ours in a bench.json of mok bench"
+    )
     parser.add_argument("--constants", action="store_true", help="show every constant's source")
 
 
@@ -38,6 +41,11 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
     if args.compare:
         return {"rows": [], "comparisons": compare(progress.print)}
+    if args.bench:
+        from mok.tools.simulator.benched import compare_bench, read, summary
+
+        benched = compare_bench(read(args.bench))
+        return {"rows": [], "benched": benched, "summary": summary(benched)}
     shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
     routing = scenarios.routing_of(args, shape)
     configs = scenarios.configs_of(args, shape, machine)
@@ -92,7 +100,8 @@ def _push_pull(scenario: Any) -> dict[str, Any]:
 
 
 def passed(document: dict[str, Any]) -> bool:
-    return all(c["ok"] for c in document.get("comparisons", []))
+    benched = document.get("summary", {"ok": True})
+    return bool(benched["ok"]) and all(c["ok"] for c in document.get("comparisons", []))
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -100,6 +109,9 @@ def show(document: dict[str, Any], console: Console) -> None:
 
     if "comparisons" in document:
         _show_comparisons(document["comparisons"], console)
+        return
+    if "benched" in document:
+        _show_benched(document, console)
         return
     d = document
     shape = ", ".join(f"{name} {value}" for name, value in d["shape"].items() if value is not None)
@@ -157,6 +169,27 @@ def _show_comparisons(rows: list[dict[str, Any]], console: Console) -> None:
             f"{row['error']:+.1%}", limit, row["use"], style=style,
         )  # fmt: skip
     console.print(table)
+
+
+def _show_benched(document: dict[str, Any], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="Measured times of ours and the model's", title_justify="left")
+    for column in ("shape", "EP", "pass", "ms", "model", "error", "use"):
+        table.add_column(column, justify="left" if column in ("shape", "use") else "right")
+    for row in document["benched"]:
+        table.add_row(
+            row["name"], str(row["ep"]), row["pass"], f"{row['ms']:.3f}",
+            f"{row['model_ms']:.3f}", f"{row['error']:+.1%}", row["use"],
+        )  # fmt: skip
+    console.print(table)
+    s = document["summary"]
+    if s["times"]:
+        console.print(
+            f"not fitted: {s['times']} times of {s['shapes']} shapes, median error "
+            f"{s['median']:.1%}, worst {s['worst']:.1%}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def _show_gains(rows: list[dict[str, Any]], console: Console) -> None:

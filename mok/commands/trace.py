@@ -11,7 +11,8 @@ from rich.console import Console
 from mok.commands import scenarios
 
 NAME = "trace"
-HELP = "a timeline of a call, simulated or recorded, as Perfetto JSON and PNG or SVG"
+HELP = "a timeline of a call, simulated, emulated or run, as Perfetto JSON and PNG or SVG"
+PLACES = ("simulator", "emulator", "hardware")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +21,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pass", dest="direction", default="forward")
     parser.add_argument("--program", default="ours", choices=("ours", "upstream", "both"))
     parser.add_argument(
+        "--on", nargs="+", choices=PLACES, default=[], metavar="PLACE",
+        help="simulator (the default), emulator, hardware: one call, laid side by side",
+    )  # fmt: skip
+    parser.add_argument(
+        "--emulated-sms", type=int, default=8, help="SMs of the emulated GPU (default 8)"
+    )
+    parser.add_argument(
         "--records", type=Path, nargs="+", default=[], metavar="FILE",
         help="show what kernels recorded, or earlier timelines (.json), instead of a simulation",
     )  # fmt: skip
-    parser.add_argument("--simulate", action="store_true", help="beside --records, simulate too")
+    parser.add_argument(
+        "--simulate", action="store_true", help="beside others, simulate too (--on simulator)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("mok_trace"), help="file name without ending"
     )
@@ -45,8 +55,8 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         except OSError as error:
             raise MokError("records must be readable", f"{path}: {error.strerror}") from error
         traces.append(read_records(data, path.stem))
-    if not traces or args.simulate:
-        traces += _simulated(args)
+    places = set(args.on) | ({"simulator"} if args.simulate else set())
+    traces += _of_a_call(args, places or ({"simulator"} if not traces else set()))
     files = [args.out.with_name(args.out.name + ".json")]
     write_perfetto(traces, files[0])
     if args.picture != "none":
@@ -69,23 +79,39 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     }
 
 
-def _simulated(args: argparse.Namespace) -> list[Any]:
-    from mok.tools.simulator import simulate, timeline
+def _of_a_call(args: argparse.Namespace, places: set[str]) -> list[Any]:
+    """Timelines of one call in each place, with the same tunables and the same ids."""
+    import dataclasses
 
+    from mok.commands.trace_run import ids_for, traced
+    from mok.tools.simulator import recorded, simulate, timeline
+
+    if not places:
+        return []
     shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
-    routing = scenarios.routing_of(args, shape)
-    config = scenarios.configs_of(args, shape, machine)[0]
-    programs = ("ours", "upstream") if args.program == "both" else (args.program,)
     (direction,) = scenarios.passes_of(args.direction)[:1]
-    return [
-        timeline(
-            simulate(
-                scenarios.scenario(args, shape, config, machine, routing, direction, program),
-                record=True,
-            )
-        )
-        for program in programs
-    ]
+    if "emulator" in places:
+        # All of them on a GPU of that size, so that SM stands beside SM.
+        machine = dataclasses.replace(machine, num_sms=args.emulated_sms)
+    config = scenarios.configs_of(args, shape, machine)[0]
+    found: list[Any] = []
+    routing = None
+    if places & {"emulator", "hardware"}:
+        ids = ids_for(args.routing, shape)
+        routing = recorded(ids, shape, args.routing)
+        for place in PLACES[1:]:
+            if place in places:
+                found += traced(shape, config, machine, direction, place, ids)
+    if "simulator" in places:
+        if routing is None:
+            routing = scenarios.routing_of(args, shape)
+        else:
+            args.virtual = True  # what runs here are ranks that share a GPU
+        programs = ("ours", "upstream") if args.program == "both" else (args.program,)
+        for program in programs:
+            one = scenarios.scenario(args, shape, config, machine, routing, direction, program)
+            found.append(timeline(simulate(one, record=True)))
+    return found
 
 
 def passed(document: dict[str, Any]) -> bool:

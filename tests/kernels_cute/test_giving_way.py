@@ -131,7 +131,7 @@ def test_a_competing_grid_gets_its_sms(way, sms):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2, 5))
 @pytest.mark.parametrize("sms", range(1, SMS + 1))
 @EVERY_WAY
 def test_a_competing_grid_of_any_size(way, sms, seed):

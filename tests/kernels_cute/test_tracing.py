@@ -23,6 +23,7 @@ from tests.helpers import opcodes
 from tests.helpers_layer import Layer, to_device, watched
 
 SOURCES = Path(trace.__file__).parent
+LATE_S = 2e-6  # an end is noted just after it was signalled; tasks take far longer
 HOOK = re.compile(r"^( *)if (?:cutlass\.const_expr\()?self\.trace\)?:$")
 
 
@@ -129,15 +130,16 @@ def check_trace(found, layer, rank, recompute=False):
         key = (e.kind, e.minibatch)
         arrived[key] = max(arrived.get(key, 0.0), e.end)
     for e in found.events:
+        begin = e.begin + LATE_S
         if e.kind in ("down", "shared down"):
             # The load warp of a down task begins once its hidden rows are all there.
-            assert e.begin >= ends[e.kind.replace("down", "up"), e.block]
+            assert begin >= ends[e.kind.replace("down", "up"), e.block]
         if e.kind == "up" and comm:
-            assert e.begin >= arrived["dispatch", e.minibatch]
+            assert begin >= arrived["dispatch", e.minibatch]
         if e.kind == "combine":
             first = e.minibatch * config.minibatch_size // tile
             blocks = range(first, min(first + config.minibatch_size // tile, p.blocks))
-            assert e.begin >= max(ends["down", b] for b in blocks)
+            assert begin >= max(ends["down", b] for b in blocks)
     # One SM does one thing after the other: of each kind of worker, ends are in ticket order.
     for role in (compute, comm):
         by_sm: dict[int, list[float]] = {}

@@ -142,6 +142,43 @@ def test_trace_refuses_other_files(capsys, tmp_path):
     assert code == 2 and "header" in found["error"]["rule"]
 
 
+@pytest.mark.emulator
+def test_trace_lays_emulator_and_simulator_side_by_side(capsys, tmp_path):
+    """One call, the same ids and tunables, on the same number of SMs: the same tasks."""
+    pytest.importorskip("numba")
+    pytest.importorskip("cutlass")
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.random.default_rng(0).integers(-1, 4, (2, 96, 2)))
+    out = tmp_path / "both"
+    code, found = document(
+        capsys, "trace", "--on", "emulator", "simulator", "--shape", "96,128,128,4,2,64",
+        "--ep", "2", "--routing", str(ids), "--minibatch", "128", "--macrobatch", "256",
+        "--comm-sms", "2", "--emulated-sms", "4", "--out", str(out), "--picture", "svg",
+    )  # fmt: skip
+    assert code == 0 and [f[-4:] for f in found["files"]] == ["json", ".svg"]
+    *emulated, simulated = found["traces"]
+    assert [t["source"] for t in emulated] == [f"emulator, forward, rank {r}" for r in (0, 1)]
+    assert simulated["source"].startswith("simulator: ours, forward on h200")
+    kinds = set(emulated[0]["sm_ms_by_kind"])
+    assert kinds == {"shared up", "shared down", "up", "down", "dispatch", "combine"}
+    assert set(simulated["sm_ms_by_kind"]) == kinds
+    assert simulated["events"] in [t["events"] for t in emulated]
+    assert not any(t["lost"] for t in found["traces"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        (["--on", "emulator", "--shape", "65536,4096,4096,8,2"], "must be small"),
+        (["--on", "emulator", *SMALL, "--routing", "balanced"], "uniform routing or a .npy"),
+        (["--on", "hardware", *SMALL, "--machine", "gb300"], "needs a GPU of sm_103a"),
+    ],
+)
+def test_what_cannot_be_traced_is_named(capsys, argv, rule):
+    code, found = document(capsys, "trace", *argv)
+    assert code == 2 and rule in found["error"]["rule"]
+
+
 def test_lost_records_fail(capsys, tmp_path):
     path = tmp_path / "k.bin"
     records = [(0, 1, 0, 3, 0, i, 0) for i in range(3)]

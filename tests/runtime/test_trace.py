@@ -9,21 +9,23 @@ from mok.kernels_cute import trace as layout
 from mok.kernels_cute.backward import program as backward
 from mok.runtime.trace import RECORD, Event, Trace, pack_records, read_records
 
+# fmt: off
 RECORDS = [
-    # begin, end, sm, kind, role, ticket, minibatch
-    [(1000, 3000, 0, forward.DISPATCH, layout.COMM, 0, 0)],
-    [(2000, 5000, 7, forward.UP, layout.COMPUTE, 4, 0), (5000, 9000, 7, 4, 0, 9, 1)],
+    # begin, end, sm, kind, role, ticket, minibatch, expert, block, n
+    [(1000, 3000, 0, forward.DISPATCH, layout.COMM, 0, 0, -1, 64)],
+    [(2000, 5000, 7, forward.UP, layout.COMPUTE, 4, 0, 2, 1, 3), (5000, 9000, 7, 4, 0, 9, 1)],
     [],
 ]
+# fmt: on
 
 
-def test_records_are_two_16_byte_stores():
-    assert RECORD.itemsize == layout.RECORD_BYTES == 32
-    assert RECORD.fields["sm"][1] == 16 and RECORD.fields["end"][1] == 8
+def test_records_are_laid_out_as_the_kernels_write_them():
+    assert RECORD.itemsize == layout.RECORD_BYTES == 48
+    assert [RECORD.fields[n][1] for n in ("begin", "end", "sm", "n")] == [0, 8, 16, 40]
     for workers in (0, 1, 3, 4, 132):
         start = 4 * (layout.HEADER_WORDS + layout.count_words(workers))
         assert start % 16 == 0  # records are aligned
-        assert layout.buffer_bytes(workers, 5) == start + 160 * workers
+        assert layout.buffer_bytes(workers, 5) == start + 240 * workers
 
 
 def test_what_is_written_is_read():
@@ -37,9 +39,26 @@ def test_what_is_written_is_read():
         ("up", "compute", 7, 4, 0),
         ("down", "compute", 7, 9, 1),
     ]
+    assert [(e.expert, e.block, e.n) for e in trace.events] == [(-1, 64, -1), (2, 1, 3), (-1,) * 3]
     assert [round(e.begin * 1e9) for e in trace.events] == [0, 1000, 4000]
     assert trace.seconds == pytest.approx(8e-6)
     assert trace.totals()["down"] == pytest.approx(4e-6)
+
+
+def test_a_cluster_counts_once():
+    """Both CTAs of a pair record their tasks; items are each CTA's own. Shared tasks have no expert."""
+    up = (2000, 5000, 6, forward.UP, layout.COMPUTE, 4, 0, 2, 1, 3)
+    shared = (5000, 6000, 6, forward.SHARED_UP, layout.COMPUTE, 5, 3, 0, 1, 0)
+    item = (1000, 3000, 0, forward.COMBINE, layout.COMM, 0, 0, -1, 64)
+    twin = [(begin + 7, end, sm + 1, *rest) for begin, end, sm, *rest in (up, shared)]
+    workers = [[item], [(*item[:2], 1, *item[3:])], [up, shared], twin]
+    found = read_records(pack_records(layout.FORWARD, 0, workers, 4, cluster=2)).events
+    assert [(e.kind, e.sm) for e in found] == [
+        ("combine", 0), ("combine", 1), ("up", 6), ("shared up", 6),
+    ]  # fmt: skip
+    assert (found[-1].minibatch, found[-1].expert, found[-1].block) == (-1, -1, 1)
+    alone = read_records(pack_records(layout.FORWARD, 0, workers, 4)).events
+    assert len(alone) == 6
 
 
 def test_kinds_are_those_of_the_programs():
@@ -90,6 +109,7 @@ def damaged(word: int, value: int) -> bytes:
         (damaged(layout.H_VERSION, layout.VERSION + 1), "version"),
         (damaged(layout.H_PROGRAM, 9), "header of a trace must be valid"),
         (damaged(layout.H_CAPACITY, -1), "header of a trace must be valid"),
+        (damaged(layout.H_CLUSTER, 0), "header of a trace must be valid"),
         (damaged(layout.H_WORKERS, 4), "must have"),
         (pack_records(layout.FORWARD, 0, RECORDS, 4)[:-1], "must have"),
         (pack_records(layout.FORWARD, 0, [[(5, 4, 0, 3, 0, 0, 0)]], 1), "end after it begins"),

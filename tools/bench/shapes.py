@@ -122,6 +122,21 @@ SUITES: dict[str, tuple[BenchShape, ...]] = {
     "quick": (DEFAULT_SUITE[5], DEFAULT_SUITE[0]),
     # Small batches, where launches and schedule weigh most.
     "small": tuple(_make("Qwen3-30B", (t, 2048, 768, 128, 8)) for t in (1, 8, 64, 512)),
+    # What the simulator's constants were not chosen on: the model is compared with their times.
+    "unfitted": (
+        _make("Sonic 7B", (24576, 1536, 512, 64, 4)),
+        _make("Sonic 30B", (32768, 4096, 1024, 64, 4)),
+        _make("Sonic 120B", (32768, 4096, 2048, 64, 4)),
+        _make("Qwen3-235B slice", (8192, 4096, 1536, 32, 8)),
+        _make("GLM-5.2 slice", (8192, 6144, 2048, 32, 8)),
+        _make("Qwen3.5 slice", (8192, 4096, 1024, 64, 10)),
+        _make("DeepSeek-V4-Pro slice", (4096, 7168, 3072, 24, 6)),
+        _make("Kimi K2.5 slice", (4096, 7168, 2048, 48, 8)),
+        _make("gpt-oss-20b", (6144, 2880, 2880, 32, 4)),
+        _make("Qwen3-30B", (2048, 2048, 768, 128, 8)),
+        _make("OLMoE", (4096, 2048, 1024, 64, 8)),
+        _make("Mixtral", (2048, 4096, 14336, 8, 2)),
+    ),
     # Without a GPU: everything runs, nothing is fast.
     "cpu": (_make("small", (128, 256, 128, 8, 2)),),
 }

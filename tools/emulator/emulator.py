@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from mok.tools.emulator import clc, encode_mem, encode_ops, tcgen05, tma, wgmma  # noqa: F401
+from mok.tools.emulator import (  # noqa: F401
+    clc,
+    encode_mem,
+    encode_ops,
+    registers,
+    tcgen05,
+    tma,
+    wgmma,
+)
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.asyncops import TimelineEvent
 from mok.tools.emulator.checkers import Finding
@@ -43,21 +51,29 @@ def translate(ptx: str, kernel: str) -> Program:
     return _PROGRAMS[key]
 
 
-@functools.cache
-def prepare() -> None:
-    """Compiles the interpreter, or reads it from the cache, by running a machine without warps."""
-    from mok.tools.emulator import interp
-    from mok.tools.emulator.jit import cache_folder
+def prepare(program: Program) -> None:
+    """Compiles the parts of the interpreter that a program needs, or reads them from the cache."""
+    from mok.tools.emulator import alu_table, interp
+    from mok.tools.emulator.jit import compiling
 
     use_one_blas_thread()
-    if not any(cache_folder().rglob("interp.run_grid*.nbc")):
-        print("mok: compiling the emulator's interpreter, once …", file=sys.stderr, flush=True)
-    machine = np.zeros(L.MACHINE_WORDS, dtype=np.int64)
-    warp = np.zeros(L.WARP_WORDS, dtype=np.int64)
-    machine[L.X_NWARPS], machine[L.X_WARPS] = 1, warp.ctypes.data
-    interp.run_grid(machine.ctypes.data, 1)
+    parts = [interp.run_grid, interp.step_memory, interp.step_sync]
+    parts += alu_table.entries(program.operations)
+    if all(p.loaded for p in parts):
+        return
+    with compiling():
+        missing = sum(not p.cached for p in parts)
+        if missing:
+            text = f"mok: compiling {missing} parts of the emulator's interpreter, once …"
+            print(text, end="", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        for part in parts:
+            part.load()
+        if missing:
+            print(f" {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 
+@functools.cache
 def use_one_blas_thread() -> None:
     """Tells numpy's OpenBLAS to stay in this thread: the matrices here are small, and its threads spin
     while they wait, which on a busy machine costs twenty times what they compute."""
@@ -91,6 +107,7 @@ class Report:
     launches: list[LaunchRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # what hardware would run, but not as meant
     lines: set[int] = field(default_factory=set)  # PTX lines executed
     events: list[TimelineEvent] = field(default_factory=list)
     preemptions: list[Preemption] = field(
@@ -211,9 +228,9 @@ class Emulator:
 
     def run_ptx(self, ptx: str, request: LaunchRequest) -> None:
         """Runs one kernel of a PTX module."""
-        prepare()
-        start, cpu = time.perf_counter(), time.process_time()
         program = translate(ptx, request.kernel)
+        prepare(program)
+        start, cpu = time.perf_counter(), time.process_time()
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
         machine = Machine(
             program,
@@ -240,6 +257,7 @@ class Emulator:
             exc.report = self.report
             raise
         self.report.lines |= machine.lines()
+        self.report.warnings += [t for t in machine.warnings if t not in self.report.warnings]
         found = machine.findings()
         self.report.findings.extend(found)
         self.report.launches.append(
@@ -291,5 +309,5 @@ class Emulator:
 def handlers() -> Iterator[tuple[str, Any]]:
     """Python handlers of all asynchronous instructions."""
     yield from tma.HANDLERS.items()
-    for module in (wgmma, tcgen05, clc):
+    for module in (wgmma, tcgen05, clc, registers):
         yield from module.HANDLERS.items()

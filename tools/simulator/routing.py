@@ -98,6 +98,18 @@ def recorded(ids: NDArray[np.integer], shape: Shape, name: str = "recorded") -> 
     return Routing(name, np.full(len(ids), ids.shape[1], np.int64), counts.astype(np.int64))
 
 
+def read_ids(path: str) -> NDArray[np.integer]:
+    """The array in a .npy file.
+
+    Raises:
+        MokError: it cannot be read.
+    """
+    try:
+        return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        raise MokError("recorded ids must be a readable .npy file", f"{path}: {error}") from error
+
+
 def make_routing(text: str, shape: Shape, seed: int = 0) -> Routing:
     """ "balanced", "uniform", "zipf:EXPONENT", or the name of a .npy file of ids.
 
@@ -115,13 +127,7 @@ def make_routing(text: str, shape: Shape, seed: int = 0) -> Routing:
             raise ShapeError("zipf: must be followed by its exponent", repr(text)) from None
         return drawn(shape, exponent, seed)
     if text.endswith(".npy"):
-        try:
-            ids = np.load(text, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise MokError(
-                "recorded ids must be a readable .npy file", f"{text}: {error}"
-            ) from error
-        return recorded(ids, shape, Path(text).name)
+        return recorded(read_ids(text), shape, Path(text).name)
     raise MokError(
         "the routing must be balanced, uniform, zipf:EXPONENT or a .npy file of ids", repr(text)
     )

@@ -37,6 +37,9 @@ SHARED_ALPHA = 0.45
 def draw(traces: Sequence[Trace], path: Path, dpi: int = 150) -> None:
     """Draw ``traces`` one below the other on one time axis.
 
+    Tasks of an SM overlap: the next one's loads run while the last one's results leave. A bar shows a task
+    from where the one before has ended, so that a row reads as what the SM was finishing.
+
     Raises:
         MissingDependencyError: matplotlib is not installed.
         MokError: the file's ending names no known format.
@@ -66,9 +69,12 @@ def draw(traces: Sequence[Trace], path: Path, dpi: int = 150) -> None:
 
 def _one(axis: Any, trace: Trace, seen: dict[str, Any]) -> None:
     bars: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    over: dict[int, float] = {}  # when the last task of an SM ended
     for e in trace.events:
+        begin = max(e.begin, over.get(e.sm, 0.0))
+        over[e.sm] = max(e.end, begin)
         rows = bars.setdefault(e.kind, {})
-        rows.setdefault(e.sm, []).append((e.begin * 1e3, (e.end - e.begin) * 1e3))
+        rows.setdefault(e.sm, []).append((begin * 1e3, (over[e.sm] - begin) * 1e3))
     order = sorted({e.sm for e in trace.events})
     row = {sm: i for i, sm in enumerate(order)}
     for kind, rows in bars.items():

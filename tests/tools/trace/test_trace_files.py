@@ -1,6 +1,7 @@
 """Timelines as files."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -44,6 +45,9 @@ def test_perfetto_round_trip(traces, tmp_path):
         assert len(before.events) == len(after.events)
         assert after.seconds == pytest.approx(before.seconds, abs=1e-9)
         assert after.totals() == pytest.approx(before.totals(), rel=1e-3)
+        for name in ("sm", "ticket", "minibatch", "expert", "block", "n"):
+            mine = sorted(getattr(e, name) for e in before.events)
+            assert sorted(getattr(e, name) for e in after.events) == mine
 
 
 def test_perfetto_is_what_viewers_expect(traces):
@@ -55,6 +59,22 @@ def test_perfetto_is_what_viewers_expect(traces):
     named = [e for e in document["traceEvents"] if e["ph"] == "M"]
     assert {e["name"] for e in named} == {"process_name", "thread_name"}
     assert any(e["args"]["name"] == "SM 0 comm" for e in named)
+
+
+def test_slices_of_a_thread_never_overlap():
+    """What an SM does at once stands in threads of its own, which a viewer needs."""
+    events = [Event("up", "compute", 3, t * 1e-6, (t + 5) * 1e-6, 0, t) for t in range(0, 12, 2)]
+    document = to_perfetto([Trace("x", events)])
+    slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
+    by_thread: dict[int, list] = {}
+    for e in slices:
+        by_thread.setdefault(e["tid"], []).append((e["ts"], e["ts"] + e["dur"]))
+    assert len(by_thread) == 3  # five microseconds long, one every two
+    for spans in by_thread.values():
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(sorted(spans)))
+    names = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"]
+    assert names == ["SM 3 compute", "SM 3 compute +1", "SM 3 compute +2"]
+    assert {e["args"]["sm"] for e in slices} == {3}
 
 
 def test_other_files_are_refused(tmp_path):
