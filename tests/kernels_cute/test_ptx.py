@@ -106,6 +106,7 @@ FP8 = {
     "unpack_e4m3": (lambda a, w, x: ptx_fp8.unpack_e4m3(w)[3], "cvt.rn.f16x2.e4m3x2"),
     "shared_load_16": (lambda a, w, x: ptx_fp8.shared_load_16(Int32(w))[1], "ld.shared.v4.b32"),
     "shared_load_4": (lambda a, w, x: ptx_fp8.shared_load_4(Int32(w)), "ld.shared.b32"),
+    "load_4": (lambda a, w, x: ptx_fp8.load_4(a), "ld.global.L1::no_allocate.b32"),
     "store_8": (lambda a, w, x: ptx_fp8.store_8(a, w, w), "st.global.v2.b32"),
     "store_4": (lambda a, w, x: ptx_fp8.store_4(a, w), "st.global.b32"),
     "store_1": (lambda a, w, x: ptx_fp8.store_1(a, w), "st.global.b8"),
