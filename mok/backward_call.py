@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mok.call import Call, ForwardContext, LaunchFacts, check_tensor, num_sms
 from mok.errors import DtypeError, ShapeError
+from mok.kernels_cute import trace
 
 GRAD_NAMES = (
     "routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down",
@@ -49,6 +50,8 @@ class Scratch:
 
 class BackwardCall(Call):
     """The checked arguments of a backward call, and its launches."""
+
+    program = trace.BACKWARD
 
     def attach(
         self, context: ForwardContext, grad_output: Sequence[Tensor], grads: Sequence[Any] | None,
@@ -300,7 +303,9 @@ class BackwardCall(Call):
             "swiglu_limit": self.limit,
         }
         launch(
-            get_kernel(kernels.backward_spec(w.arch, self.direct, self.grad_mode)),
+            get_kernel(
+                kernels.backward_spec(w.arch, self.direct, self.grad_mode, self.config.trace)
+            ),
             *arguments.values(),
             self.stream,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mok.errors import DeviceError, DtypeError, ResourceError, ShapeError
 from mok.models import ModelShape, get_machine
@@ -226,7 +226,9 @@ class Config:
             )
 
     @classmethod
-    def suggest(cls, shape: Shape, device: Any) -> Config:
+    def suggest(
+        cls, shape: Shape, device: Any, precision: Literal["bf16", "mxfp8"] = "bf16"
+    ) -> Config:
         """What ``mok tune`` found for this shape on this GPU, else a reasonable start: the two-wave
         minibatch (all rows at EP = 1, up to 65536), a ring of at most 32 of them, and at EP > 1 the
         comm SMs that the simulator finds best on this kind of GPU (about a second, once a shape).
@@ -234,6 +236,7 @@ class Config:
         Args:
             device: a machine name ("h200"), a CUDA ``torch.device``, or any object with ``arch``
                 and ``num_sms``. Only a real GPU has tuned results.
+            precision: of the routed experts; quantising takes comm SMs' time.
 
         Raises:
             DeviceError: the device is no GPU, or an unsupported one.
@@ -259,10 +262,10 @@ class Config:
             macrobatch_size=ring * minibatch,
             schedule_capacity_multiplier=1.25 * (routes + padding) / (shape.ep_size * routes),
         )
-        if shape.ep_size > 1:
+        if shape.ep_size > 1 or precision == "mxfp8":
             from mok.tools.simulator.suggest import with_comm_sms
 
-            suggested = with_comm_sms(suggested, shape, arch, num_sms)
+            suggested = with_comm_sms(suggested, shape, arch, num_sms, precision)
         if (name := _gpu_name(device)) is None:
             return suggested
         from mok import tune

@@ -79,13 +79,16 @@ def token_sum_spec(
     )
 
 
-def backward_spec(arch: str, direct: bool, grad_mode: str = "bf16") -> KernelSpec:
+def backward_spec(
+    arch: str, direct: bool, grad_mode: str = "bf16", trace: bool = False
+) -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there)."""
     return _for_machine(
         f"backward_{_path(direct)}_{grad_mode}",
         arch,
         BACKWARD,
+        trace=trace,
         direct=direct,
         grad_mode=grad_mode,
     )

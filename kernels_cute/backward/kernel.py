@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from .. import comm, sync
+from .. import comm, sync, trace, tracing
 from ..machine import CHUNK_N, HOPPER, machine_of
 from ..matrix import matrix, transposed
 from ..queue import DSL
@@ -40,6 +40,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         group_m: row tiles that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
         scheduling: "clc" or "tickets"; None for the machine's default.
+        trace: record begin and end of every task (``tracing``).
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -55,6 +56,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         group_m: int | None = None,
         stages: int | None = None,
         scheduling: str | None = None,
+        trace: bool = False,
     ):
         if grad_mode not in GRAD_MODES:
             raise ValueError(f"grad_mode must be one of {GRAD_MODES}, got {grad_mode!r}")
@@ -63,6 +65,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         if stages is None and not hopper:
             stages = BLACKWELL_STAGES
         super().__init__(arch, direct, TILE_N, stages, scheduling, store_stages=2 if hopper else 4)
+        self.trace = trace
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
         self.tile = backward_tile(self.machine, group_m)
@@ -276,6 +279,10 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         self.setup()
         ctx = Context(sources, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
+        if cutlass.const_expr(self.trace):
+            ctx.tracer = tracing.Tracer(storage.trace_words.data_ptr())
+            if cute.arch.thread_idx()[0] == 0:
+                ctx.tracer.open(watch.record, trace.BACKWARD)
         shared = self.enter(storage, ctx.counters.started)
         if cutlass.const_expr(self.direct):
             self.compute_cta(ctx, shared)

@@ -184,6 +184,8 @@ class LoadRoles(MegaKernel):
             # What was waited for reached memory by way of other threads; TMA reads past them.
             cute.arch.fence_proxy("async.global")
             if kind != END:
+                if cutlass.const_expr(self.trace):
+                    ctx.tracer.begin()
                 stage, phase = self.load_task(ctx, shared, entry, stage, phase)
         self.mainloop.finish_loads(shared.bars, stage, phase)
 

@@ -29,7 +29,7 @@ from .. import mxfp8, ptx_sm100
 from ..matrix import matrix
 from ..sync import advance, select, select_f32
 from . import sm100
-from .operands import Operand, Tma, aligned_bytes, make_tma, partition, view
+from .operands import Operand, Tma, aligned_bytes, make_tma, partition
 from .sm100 import BOTH, TWO, Bars
 
 PLACE = 240  # columns from the one accumulator to the other

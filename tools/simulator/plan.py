@@ -206,7 +206,7 @@ def plan(
     if shape.num_tokens < 1:
         raise MokError("a plan needs at least one token", shape.num_tokens)
     search = Search(shape, machine, precision, routing, virtual)
-    start = search.trial(Config.suggest(shape, machine))
+    start = search.trial(Config.suggest(shape, machine, precision))
     best = search.descend(start.config, rounds, report)
     sensitivity = search.sensitivity(best.config)
     needed = memory(shape, best.config, machine.arch)

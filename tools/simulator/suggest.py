@@ -14,7 +14,7 @@ from functools import lru_cache
 from mok.config import Config, Shape
 from mok.tools.simulator.machine import Machine, load_machine
 from mok.tools.simulator.routing import balanced
-from mok.tools.simulator.scenario import Direction, Scenario
+from mok.tools.simulator.scenario import Direction, Precision, Scenario
 from mok.tools.simulator.simulate import simulate
 
 STEPS = (4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56)
@@ -33,21 +33,26 @@ def machine_for(arch: str, num_sms: int) -> Machine | None:
     return load_machine(name) if name else None
 
 
-def with_comm_sms(config: Config, shape: Shape, arch: str, num_sms: int) -> Config:
+def with_comm_sms(
+    config: Config, shape: Shape, arch: str, num_sms: int, precision: Precision = "bf16"
+) -> Config:
     """``config`` with the comm SMs that the model finds best; itself where they do not matter."""
-    if shape.ep_size == 1 or shape.num_tokens == 0 or (arch, num_sms) not in KNOWN:
+    moves = shape.ep_size > 1 or precision == "mxfp8"
+    if not moves or shape.num_tokens == 0 or (arch, num_sms) not in KNOWN:
         return config
     rows = MINIBATCHES * config.minibatch_size
     tokens = min(shape.num_tokens, -(-rows // shape.topk))
     experts = -(-shape.max_local_experts * tokens // shape.num_tokens)
     small = dataclasses.replace(shape, num_tokens=tokens, num_experts=shape.ep_size * experts)
     start = dataclasses.replace(config, macrobatch_size=rows)
-    forward, backward = _best(start, small, arch, num_sms)
+    forward, backward = _best(start, small, arch, num_sms, precision)
     return dataclasses.replace(config, fwd_num_comm_sms=forward, bwd_num_comm_sms=backward)
 
 
 @lru_cache(maxsize=256)
-def _best(start: Config, shape: Shape, arch: str, num_sms: int) -> tuple[int, ...]:
+def _best(
+    start: Config, shape: Shape, arch: str, num_sms: int, precision: Precision
+) -> tuple[int, ...]:
     machine = machine_for(arch, num_sms)
     assert machine is not None
     routing = balanced(shape)
@@ -57,7 +62,7 @@ def _best(start: Config, shape: Shape, arch: str, num_sms: int) -> tuple[int, ..
         config = dataclasses.replace(start, **changes)  # type: ignore[arg-type]
         return simulate(
             Scenario(
-                shape, config, machine, direction, routing=routing,
+                shape, config, machine, direction, precision, routing=routing,
                 save_context=direction == "forward",
             )
         ).ms  # fmt: skip
