@@ -58,8 +58,8 @@ class Tracer(Invariant):
             cute.arch.store(words + at, Int64(0))
 
     @cute.jit
-    def begin(self):
-        """The CTA's next task begins (one warp, or one thread; lane 0 works)."""
+    def begin(self, role: int, kind, ticket, minibatch, expert, block, n):
+        """The CTA's next task begins (one warp, or one thread; lane 0 works): all but its end."""
         words = self.words
         if cute.arch.lane_idx() == 0:
             number = cute.arch.load(words + BEGUN, Int64)
@@ -67,12 +67,15 @@ class Tracer(Invariant):
             if number < cute.arch.load(words + CAPACITY, Int64):
                 at = cute.arch.load(words + ROWS, Int64) + number * trace.RECORD_BYTES
                 cute.arch.store(long_ptr(at), cute.arch.globaltimer())
+                fields = (
+                    cute.arch.smid(), kind | role << trace.ROLE_SHIFT, ticket, minibatch, expert,
+                    block, n, 0,
+                )  # fmt: skip
+                for i, value in enumerate(fields):
+                    cute.arch.store(int_ptr(at + 16) + i, Int32(value))
 
     @cute.jit
-    def end(
-        self, role: int, kind, ticket, minibatch, expert, block, n,
-        mine: Int32 = 1, counter: cutlass.Constexpr[int] = ENDED,
-    ):  # fmt: skip
+    def end(self, mine: Int32 = 1, counter: cutlass.Constexpr[int] = ENDED):
         """The task of the CTA's next record has ended (one warp, or one thread; lane 0 works).
 
         Where either of two warps may see a task's end, both call this for every task, each with a
@@ -90,9 +93,3 @@ class Tracer(Invariant):
                 if number < capacity:
                     at = cute.arch.load(words + ROWS, Int64) + number * trace.RECORD_BYTES
                     cute.arch.store(long_ptr(at + 8), cute.arch.globaltimer())
-                    fields = (
-                        cute.arch.smid(), kind | role << trace.ROLE_SHIFT, ticket, minibatch,
-                        expert, block, n, 0,
-                    )  # fmt: skip
-                    for i, value in enumerate(fields):
-                        cute.arch.store(int_ptr(at + 16) + i, Int32(value))

@@ -244,8 +244,11 @@ class Config:
         arch, num_sms = _arch_and_sms(device)
         tile = tile_rows(arch)
         _, minibatch = two_wave_minibatch(shape, num_sms, tile)
-        # Balanced routing: a rank receives as many routes as it sends; each segment has a tail.
-        rows = shape.num_tokens * shape.topk + shape.max_local_experts * tile
+        # Balanced routing: each expert gets as many routes, and each segment has a tail. A ring that is
+        # slightly too small for the rank with one expert more costs a third of the call (docs/scaling.md).
+        routes = shape.num_tokens * shape.topk * shape.ep_size
+        share = -(-routes * shape.max_local_experts // shape.num_experts)
+        rows = share + shape.max_local_experts * tile
         if shape.ep_size == 1:
             # Nothing to overlap: the fewer minibatches cut an expert, the less often its weights are
             # read (docs/measurements/h200.md: 609 → 637 TFLOP/s on Mixtral).

@@ -41,7 +41,9 @@ class CommRoles(MegaKernel):
                 if thread == 0:
                     self.wait_item(ctx, prog, item, index)
                     if cutlass.const_expr(self.trace):
-                        ctx.tracer.begin()
+                        ctx.tracer.begin(
+                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
+                        )
                 cute.arch.sync_threads()
                 if item.kind == DISPATCH:
                     self.bring_in(prog, item, schedule, sizes, buffers, warp)
@@ -55,9 +57,7 @@ class CommRoles(MegaKernel):
                     else:
                         sync.arrive(counters.push + item.minibatch)
                     if cutlass.const_expr(self.trace):
-                        ctx.tracer.end(
-                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
-                        )
+                        ctx.tracer.end()
             else:
                 cute.arch.sync_threads()
 

@@ -82,7 +82,7 @@ class ResultRoles(MegaKernel):
                 )
             if cutlass.const_expr(self.trace):
                 if kind != END and cute.arch.warp_idx() == FIRST_RESULT_WARP:
-                    self.trace_end(ctx, entry, self.unstaged(entry), tracing.RESULTED)
+                    ctx.tracer.end(self.unstaged(entry), tracing.RESULTED)
 
     @cute.jit
     def replay_epilogue(self, shared, worker, at, chunk, phase):

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .. import sync, trace, tracing
+from .. import sync
 from ..gemm.operands import view
 from ..megakernel import MegaKernel
 from ..queue import next_slot
@@ -80,7 +80,7 @@ class StoreRoles(MegaKernel):
                         )
             if cutlass.const_expr(self.trace):
                 if kind != END:
-                    self.trace_end(ctx, entry, 1 - self.unstaged(entry), tracing.ENDED)
+                    ctx.tracer.end(1 - self.unstaged(entry))
             if cutlass.const_expr(self.chunk_steps > 0):
                 steps = entry.k_tiles
                 if kind == DDOWN or kind == SHARED + DDOWN:
@@ -93,16 +93,6 @@ class StoreRoles(MegaKernel):
         if self.grad_mode != "bf16":
             return sync.select(entry.kind % SHARED >= WDOWN, Int32(1), Int32(0))
         return sync.select(entry.later != 0, Int32(1), Int32(0))
-
-    def trace_end(self, ctx, entry, mine, counter):
-        """Record a task's end if it is this warp's to record. A weight gradient's block is its tile of rows."""
-        if self.trace:
-            kind = entry.kind
-            block = sync.select(kind % SHARED >= WDOWN, entry.m, entry.block)
-            ctx.tracer.end(
-                trace.COMPUTE, kind, entry.ticket, entry.minibatch, entry.expert, block, entry.n,
-                mine, counter,
-            )  # fmt: skip
 
     def to(self, shared, *tmas):
         """Store targets of row-major chunks."""

@@ -16,11 +16,13 @@ from typing import Any
 from mok.config import Config, Shape
 from mok.models import MODELS
 from mok.tools.simulator.compare import gains, records
+from mok.tools.simulator.constants import calibration
 from mok.tools.simulator.machine import Machine, load_machine
 from mok.tools.simulator.plan import Search, tunables
 from mok.tools.simulator.routing import drawn
 from mok.tools.simulator.scenario import Direction, Precision, Scenario
 from mok.tools.simulator.simulate import Result, simulate
+from mok.tools.simulator.tilecost import ours_calibration
 
 TOKENS = 8192
 CASES: tuple[tuple[str, str, int, Precision], ...] = (
@@ -46,6 +48,13 @@ CHANGES: dict[str, dict[str, float]] = {
     "signals": {"signal_s": 0.8},
 }
 """Constants of a machine and the factor by which each is made better."""
+
+PROGRAM_CHANGES: dict[str, dict[str, float]] = {
+    "quantising": {"quantise_elements_per_s": 1.25},
+    "a row's overhead": {"row_overhead_s": 0.8},
+    "epilogues": {"chunk_s": 0.8, "ddown_chunk_s": 0.8},
+}
+"""The same for constants of our kernels."""
 
 
 def main(folder: Path) -> None:
@@ -120,6 +129,11 @@ def _changes(scenario: Scenario) -> dict[str, float]:
         machine = scenario.machine
         better = {name: machine[name] * factor for name, factor in factors.items()}
         after = simulate(dataclasses.replace(scenario, machine=machine.with_constants(**better)))
+        saved[title] = 1 - after.ms / before
+    table = calibration(ours_calibration(scenario.machine.arch))
+    for title, factors in PROGRAM_CHANGES.items():
+        overrides = {name: table[name] * factor for name, factor in factors.items()}
+        after = simulate(dataclasses.replace(scenario, overrides=overrides))
         saved[title] = 1 - after.ms / before
     if scenario.precision == "mxfp8" and scenario.direction == "forward":
         after = simulate(dataclasses.replace(scenario, mxfp8_wire=True))
@@ -293,7 +307,7 @@ def plt_colours(count: int) -> list[str]:
 def _change_bars(each: Any, rows: Sequence[dict[str, Any]]) -> None:
     i, axis = each
     direction = ("forward", "backward")[i]
-    titles = list(CHANGES) + (["MXFP8 on the wire"] if i == 0 else [])
+    titles = [*CHANGES, *PROGRAM_CHANGES] + (["MXFP8 on the wire"] if i == 0 else [])
     chosen = [
         r for r in rows if (r["machine"], r["model"], r["ep"], r["precision"]) in CASES[1:5:1]
     ]
