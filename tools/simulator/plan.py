@@ -152,7 +152,11 @@ class Search:
         return self.trial(best)
 
     def sensitivity(self, best: Config) -> dict[str, list[tuple[int, float, float]]]:
-        """Times around ``best``, one tunable at a time."""
+        """Times around ``best``, one tunable at a time.
+
+        ``schedule_capacity_multiplier`` is not among them: it caps the grid at the tasks of so many rows,
+        and costs nothing as long as these fill the GPU.
+        """
         found: dict[str, list[tuple[int, float, float]]] = {}
 
         def add(name: str, value: int, config: Config) -> None:
