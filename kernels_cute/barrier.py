@@ -21,6 +21,7 @@ from .records import (
     BARRIER_POISONER,
     BARRIER_STATE,
     EXPIRED,
+    MISSING_SHIFT,
     POISONED,
 )
 from .symmetric import peek, peer, signal, wait_reached, word
@@ -40,7 +41,7 @@ class BarrierKernel:
     def __call__(
         self,
         words: Int64,  # symmetric int32 [ranks]: rank 0's address
-        poison: Int64,  # symmetric int32 [1]: rank 0's address
+        poison: Int64,  # symmetric int32 [1]: rank 0's address; see records.poison_value
         epoch: Int64,  # int32 [2], this rank's: the epoch, and the gate of later kernels
         record: Int64,  # int32 [BARRIER_MISSING + ranks], this rank's, host memory
         rank_stride: Int64,  # bytes
@@ -86,9 +87,9 @@ class BarrierKernel:
                         cute.arch.store(word(record) + BARRIER_EPOCH, now)
             cute.arch.sync_threads()  # so that every missing rank is noted before the poison spreads
             if not came:
+                cute.arch.store(word(record) + BARRIER_MISSING + other, peek(mine) + 1)
                 if peek(record + 4 * BARRIER_STATE) == EXPIRED:
-                    cute.arch.store(word(record) + BARRIER_MISSING + other, peek(mine) + 1)
-                    poison_all(poison, rank_stride, rank, ranks)
+                    poison_all(poison, rank_stride, rank, ranks, other)
             cute.arch.sync_threads()
             poisoner = peek(own_poison)
         if other == 0 and poisoner != 0:
@@ -98,11 +99,11 @@ class BarrierKernel:
 
 
 @cute.jit
-def poison_all(poison: Int64, rank_stride: Int64, rank: Int32, ranks: Int32):
-    """Make the group's kernels, on every rank, return at entry; waits that spin end."""
+def poison_all(poison: Int64, rank_stride: Int64, rank: Int32, ranks: Int32, missing: Int32):
+    """End all waits of the group, on every rank, and say who waited for whom (``missing``, or -1)."""
     cute.arch.fence_acq_rel_sys()
     for r in cutlass.range(ranks, unroll=1):
-        signal(peer(poison, rank_stride, r), rank + 1)
+        signal(peer(poison, rank_stride, r), rank + 1 + ((missing + 1) << MISSING_SHIFT))
 
 
 @cute.jit
@@ -156,7 +157,7 @@ class WaitKernel:
                     if poisoner == 0:
                         cute.arch.store(word(record) + BARRIER_STATE, Int32(EXPIRED))
                         cute.arch.store(word(record) + BARRIER_EPOCH, target)
-                        poison_all(poison, rank_stride, rank, ranks)
+                        poison_all(poison, rank_stride, rank, ranks, Int32(-1))
             if poisoner != 0:
                 tell_poisoned(record, poisoner, target)
         cute.arch.fence_acq_rel_sys()

@@ -1,7 +1,8 @@
 """Dispatch in MXFP8: rows pulled in BF16, quantised on their way into the ring.
 
 Four neighbouring lanes hold a block of 32 columns. Where the MMA takes scales, the ring holds E4M3 and the
-scales lie beside it in the hardware's tiles; on Hopper it holds the same values as BF16.
+scales lie beside it in the hardware's tiles; on Hopper it holds the same values as BF16. With MXFP8 on the
+wire the rows were quantised on their own rank, by the same functions.
 """
 
 import cutlass
@@ -10,6 +11,7 @@ from cutlass import Int32, Int64, Uint32
 
 from . import mxfp8, ptx, ptx_fp8
 from .comm import IN_FLIGHT, Rows, source_row
+from .sync import select
 
 LANES = 4  # that share a block: 8 columns each
 STEP = 512  # bytes that a warp loads at once: 8 blocks
@@ -41,6 +43,75 @@ def pull_rows(
             ring, scales, ring_row + i, sources, [peer >= 0 for peer in peers],
             rows.row_bytes, expanded,
         )  # fmt: skip
+
+
+@cute.jit
+def pull_quantised_rows(
+    rows: Rows,
+    first: Int32,
+    count: cutlass.Constexpr[int],
+    source_base: Int64,
+    source_scales: Int64,
+    topk: Int32,
+    ring: Int64,
+    scales: Int64,
+    ring_row: Int32,
+    expanded: cutlass.Constexpr[bool],
+    warp: Int32,
+    warps: cutlass.Constexpr[int],
+):
+    """``pull_rows`` from buffers that hold e4m3 [tokens, H] and plain scales [tokens, H/32]: same bits, half the
+    bytes over the link."""
+    columns = Int32(rows.row_bytes // 2)
+    for i in cutlass.range(warp, count, warps, unroll=1):
+        peer = cute.arch.load(rows.peer_rank + first + i, Int32)
+        valid = peer >= 0
+        token = cute.arch.load(rows.peer_token_idx + first + i, Int32) // topk
+        at = Int64(select(valid, peer, Int32(0))) * rows.rank_stride
+        token = Int64(select(valid, token, Int32(0)))
+        source = source_base + at + token * columns
+        codes = source_scales + at + token * (columns // 32)
+        if cutlass.const_expr(expanded):
+            expand_row(ring, ring_row + i, source, codes, valid, columns)
+        else:
+            copy_quantised_row(ring, scales, ring_row + i, source, codes, valid, columns)
+
+
+@cute.jit
+def expand_row(ring, row, source, codes, valid, columns):
+    """One warp expands a row to BF16, 16 columns per lane at a time; zeros where not ``valid``."""
+    target = ring + Int64(row) * Int64(columns) * 2
+    first = cute.arch.lane_idx() * 16
+    for i in cutlass.range((columns + 2047) // 2048, unroll=1):
+        at = [i * 2048 + j * 512 + first for j in range(4)]
+        inside = [Int32(valid) * Int32(a < columns) > 0 for a in at]
+        data = [ptx.load_16_if(source + Int64(a), ok) for a, ok in zip(at, inside)]
+        scale = [ptx_fp8.load_1_if(codes + Int64(a // 32), ok) for a, ok in zip(at, inside)]
+        for j in cutlass.range_constexpr(4):
+            values = mxfp8.expand(data[j], mxfp8.power(scale[j]))
+            if at[j] < columns:
+                for half in cutlass.range_constexpr(2):
+                    to = target + Int64(at[j]) * 2 + 16 * half
+                    ptx.store_16(to, *values[4 * half : 4 * half + 4])
+
+
+@cute.jit
+def copy_quantised_row(ring, scales, row, source, codes, valid, columns):
+    """One warp copies a row and brings its scales to their tiles; zeros where not ``valid``."""
+    target = ring + Int64(row) * Int64(columns)
+    first = cute.arch.lane_idx() * 16
+    for i in cutlass.range((columns + 2047) // 2048, unroll=1):
+        at = [i * 2048 + j * 512 + first for j in range(4)]
+        inside = [Int32(valid) * Int32(a < columns) > 0 for a in at]
+        data = [ptx.load_16_if(source + Int64(a), ok) for a, ok in zip(at, inside)]
+        for j in cutlass.range_constexpr(4):
+            if at[j] < columns:
+                ptx.store_16(target + Int64(at[j]), *data[j])
+    # Four scales at a time: a row's word in one tile.
+    for word in cutlass.range(cute.arch.lane_idx(), columns // 128, 32, unroll=1):
+        four = ptx.load_if(codes + Int64(4 * word), valid, Int32(0))
+        offset = mxfp8.scale_offset(row, 4 * word, columns // 32)
+        ptx_fp8.store_4(scales + offset, Uint32(four))
 
 
 @cute.jit

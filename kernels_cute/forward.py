@@ -40,6 +40,7 @@ class ForwardKernel(ForwardRoles):
         save_context: also store gate and up, rounded to BF16, for backward.
         recompute: only rebuild what save_context stores (activation checkpointing).
         mxfp8: routed experts in MXFP8; dispatch and the SwiGLU epilogue quantise. Not with ``direct``.
+        wire: with mxfp8, x_heap is quantised already. Changes no bit of any result.
         tile_n: accumulator columns, 128 or 256: tile_n/2 columns of I, or tile_n columns of H.
         group_m: row blocks that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
@@ -58,6 +59,7 @@ class ForwardKernel(ForwardRoles):
         save_context: bool = False,
         recompute: bool = False,
         mxfp8: bool = False,
+        wire: bool = False,
         tile_n: int = 256,
         group_m: int | None = None,
         stages: int | None = None,
@@ -67,7 +69,10 @@ class ForwardKernel(ForwardRoles):
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
+        if wire and not mxfp8:
+            raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
         super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8)
+        self.wire = wire
         self.save_context = save_context or recompute
         self.recompute = recompute
         self.trace = trace
@@ -108,7 +113,8 @@ class ForwardKernel(ForwardRoles):
         down_scales: Int64,  # uint8 [El, H/128, I/128, 512]
         x_scales: Int64,  # uint8 [macrobatch/128, H/128, 512]
         hidden_scales: Int64,  # uint8 [macrobatch/128, I/128, 512]
-        x_heap: Int64,  # symmetric bf16 [max tokens, H], rank 0's address
+        x_heap: Int64,  # symmetric bf16 [max tokens, H], rank 0's address; e4m3 with wire
+        x_heap_scales: Int64,  # symmetric uint8 [max tokens, H/32], rank 0's address (wire)
         slots_heap: Int64,  # symmetric bf16 [max tokens * K, H], rank 0's address
         rank_stride: Int64,  # bytes
         counters: Int64,  # int32, zeroed
@@ -195,7 +201,9 @@ class ForwardKernel(ForwardRoles):
             max_blocks,
             num_comm_ctas,
         )
-        buffers = Buffers(x_ring, x_scales, hidden_scales, y, x_heap, slots_heap, counters)
+        buffers = Buffers(
+            x_ring, x_scales, hidden_scales, y, x_heap, x_heap_scales, slots_heap, counters
+        )
         watch = sync.Watch(record, timeout_ns, rank, gate)
         self.shared_storage = self.make_storage()
         self.kernel(sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit).launch(

@@ -89,6 +89,7 @@ class Buffers(NamedTuple):
     hidden_scales: Int64  # the same of hidden
     y_ring: Int64  # bf16 [macrobatch, H]
     x_heap: Int64  # rank 0's bf16 [max tokens, H]; rank r's is r*rank_stride further
+    x_heap_scales: Int64  # rank 0's E8M0 [max tokens, H/32] (wire, where x_heap is e4m3)
     slots_heap: Int64  # rank 0's bf16 [max tokens * K, H]
     counters: Int64  # int32
 
@@ -324,38 +325,62 @@ class ForwardRoles(MegaKernel):
             kind = entry.kind
             if entry.k_tiles > 0:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
-                if kind == UP:
-                    if cutlass.const_expr(self.scaled):
-                        chunk, chunk_phase = self.scaled_epilogue(
-                            ctx, shared, worker, entry, at, chunk, chunk_phase
-                        )
-                    else:
-                        chunk, chunk_phase = self.up_epilogue(
-                            ctx, shared, worker, at, chunk, chunk_phase, self.mxfp8
-                        )
-                elif kind == SHARED_UP:
-                    chunk, chunk_phase = self.up_epilogue(
-                        ctx, shared, worker, at, chunk, chunk_phase, False
+                if kind == UP or kind == SHARED_UP:
+                    chunk, chunk_phase = self.hidden_epilogue(
+                        ctx, shared, worker, entry, at, chunk, chunk_phase
                     )
                 else:
                     chunk, chunk_phase = self.down_epilogue(shared, worker, at, chunk, chunk_phase)
                 at, phase = main.give_back(worker, bars, at, phase)
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether accumulators need indices at compile time: registers, and columns kept in them."""
+        return self.hopper or self.scaled
+
+    @cute.jit
+    def hidden_epilogue(self, ctx, shared, worker, entry, at, chunk, phase):
+        """The epilogue of up tasks: one for both kinds unless routed experts are quantised."""
+        if cutlass.const_expr(not self.mxfp8):
+            chunk, phase = self.up_epilogue(ctx, shared, worker, at, chunk, phase, False)
+        elif entry.kind == SHARED_UP:
+            chunk, phase = self.up_epilogue(ctx, shared, worker, at, chunk, phase, False)
+        else:
+            if cutlass.const_expr(self.scaled):
+                chunk, phase = self.scaled_epilogue(ctx, shared, worker, entry, at, chunk, phase)
+            else:
+                chunk, phase = self.up_epilogue(ctx, shared, worker, at, chunk, phase, True)
+        return chunk, phase
 
     @cute.jit
     def up_epilogue(
         self, ctx, shared, worker, at, chunk, phase, quantised: cutlass.Constexpr[bool]
     ):
         """hidden = swiglu(gate, up) per 64 columns; with save_context gate and up follow."""
-        up_n = self.tile.up_n
-        for c in cutlass.range_constexpr(up_n // CHUNK_N):
-            chunk, phase = self.put_chunk(
-                shared, worker, at, (c * CHUNK_N, c * CHUNK_N + up_n), chunk, phase,
-                lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
-                quantise.wgmma_columns if quantised else None,
-            )  # fmt: skip
-            if cutlass.const_expr(self.save_context):
-                for column in (c * CHUNK_N, c * CHUNK_N + up_n):
-                    chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
+        chunks = self.tile.up_n // CHUNK_N
+        if cutlass.const_expr(self.unrolled):
+            for c in cutlass.range_constexpr(chunks):
+                chunk, phase = self.up_chunk(
+                    ctx, shared, worker, at, c * CHUNK_N, chunk, phase, quantised
+                )
+        else:
+            for c in cutlass.range(chunks, unroll=1):
+                chunk, phase = self.up_chunk(
+                    ctx, shared, worker, at, c * CHUNK_N, chunk, phase, quantised
+                )
+        return chunk, phase
+
+    def up_chunk(self, ctx, shared, worker, at, gate, chunk, phase, quantised):
+        """64 columns of gate from column ``gate`` on, and the same of up."""
+        up = gate + self.tile.up_n
+        chunk, phase = self.put_chunk(
+            shared, worker, at, (gate, up), chunk, phase,
+            lambda gate, up: swiglu(gate, up, ctx.swiglu_limit),
+            quantise.wgmma_columns if quantised else None,
+        )  # fmt: skip
+        if self.save_context:
+            for column in (gate, up):
+                chunk, phase = self.put_chunk(shared, worker, at, (column,), chunk, phase)
         return chunk, phase
 
     @cute.jit
@@ -365,9 +390,11 @@ class ForwardRoles(MegaKernel):
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
         codes = Uint32(0)
         for piece in cutlass.range_constexpr(up_n // mxfp8.BLOCK):
-            gate, up = main.columns(worker, at, 32 * piece, 32 * piece + up_n)
-            values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
-            packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 32, 2)]
+            packed = []
+            for first in (32 * piece, 32 * piece + 16):  # half a block: fewer registers
+                gate, up = main.columns(worker, at, first, first + up_n, width=16)
+                values = [swiglu(*pair, ctx.swiglu_limit) for pair in zip(gate, up)]
+                packed += [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)]
             code = mxfp8.scale_code(mxfp8.magnitude(packed))
             codes = codes | (Uint32(code) << Uint32(8 * piece))
             if cutlass.const_expr(piece == up_n // mxfp8.BLOCK - 1):
@@ -389,8 +416,13 @@ class ForwardRoles(MegaKernel):
     @cute.jit
     def down_epilogue(self, shared, worker, at, chunk, phase):
         """y, rounded to BF16."""
-        for c in cutlass.range_constexpr(self.tile.down_n // CHUNK_N):
-            chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
+        chunks = self.tile.down_n // CHUNK_N
+        if cutlass.const_expr(self.unrolled):
+            for c in cutlass.range_constexpr(chunks):
+                chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
+        else:
+            for c in cutlass.range(chunks, unroll=1):
+                chunk, phase = self.put_chunk(shared, worker, at, (c * CHUNK_N,), chunk, phase)
         return chunk, phase
 
     @cute.jit
@@ -482,7 +514,13 @@ class ForwardRoles(MegaKernel):
                         )
                 cute.arch.sync_threads()
                 if item.kind == program.DISPATCH:
-                    if cutlass.const_expr(self.mxfp8):
+                    if cutlass.const_expr(self.wire):
+                        comm_mxfp8.pull_quantised_rows(
+                            rows, item.row, count, buffers.x_heap, buffers.x_heap_scales,
+                            sizes.topk, buffers.x_ring, buffers.x_scales, Int32(ring_row),
+                            self.hopper, warp, WARPS,
+                        )  # fmt: skip
+                    elif cutlass.const_expr(self.mxfp8):
                         comm_mxfp8.pull_rows(
                             rows, item.row, count, buffers.x_heap, sizes.topk, buffers.x_ring,
                             buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,

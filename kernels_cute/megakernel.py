@@ -431,23 +431,20 @@ class MegaKernel(Invariant):
             starts.add()
         return grant
 
-    @cute.jit
     def put_chunk(
-        self, shared, worker, at, columns: cutlass.Constexpr[tuple[int, ...]], chunk, phase,
-        formula: cutlass.Constexpr = lambda value: value,
-        quantised: cutlass.Constexpr = None,
-    ):  # fmt: skip
+        self, shared, worker, at, columns, chunk, phase, formula=lambda value: value, quantised=None
+    ):
         """Apply ``formula`` to 64 accumulator columns from each of ``columns`` on, and stage the result.
 
         ``quantised`` is applied to the result once it is rounded to BF16.
         """
         main, staging = self.mainloop, self.staging
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
-        for piece in cutlass.range_constexpr(staging.PIECES):
+        for piece in range(staging.PIECES):
             first = [column + piece * main.PIECE for column in columns]
             values = [formula(*each) for each in zip(*main.columns(worker, at, *first))]
             packed = [ptx.pack_bf16(values[i], values[i + 1]) for i in range(0, len(values), 2)]
-            if cutlass.const_expr(quantised is not None):
+            if quantised is not None:
                 packed = quantised(packed)
             chunk, phase = staging.put_packed(
                 packed, shared.stores, sD_row, worker.row, chunk, phase, piece

@@ -1,7 +1,7 @@
 """The inline PTX that only MXFP8 needs; ``ptx`` holds the rest and its rules."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 
 def max_pairs(a: Uint32, b: Uint32) -> Uint32:
@@ -78,3 +78,13 @@ def store_4(address: Int64, word: Uint32) -> None:
 def store_1(address: Int64, word: Uint32) -> None:
     """The low byte of a word to global memory."""
     cute.arch.inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def load_1_if(address: Int64, valid: Boolean) -> Int32:
+    """A byte from global memory past L1 where ``valid``; 0, and no access, elsewhere."""
+    return cute.arch.inline_ptx(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, {$r1}, 0;\n\tmov.b32 {$w0}, 0;\n\t"
+        "@p ld.global.L1::no_allocate.u8 {$w0}, [{$r0}];\n\t}",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(valid)],
+    )

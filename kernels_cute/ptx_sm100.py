@@ -99,7 +99,7 @@ def mma_mxfp8(
     """One block-scaled MMA of 32 K for a pair of CTAs: addresses, descriptors (one thread)."""
     cute.arch.inline_ptx(
         "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, {$r6}, 0;\n\t"
-        "tcgen05.mma.cta_group::2.kind::mxf8f6f4.block_scale [{$r0}], {$r1}, {$r2}, {$r3}, "
+        "tcgen05.mma.cta_group::2.kind::mxf8f6f4.block_scale.block32 [{$r0}], {$r1}, {$r2}, {$r3}, "
         "[{$r4}], [{$r5}], p;\n\t}",
         read_only_args=[accumulator, a, b, instruction, a_scales, b_scales, accumulate],
     )

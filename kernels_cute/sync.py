@@ -12,12 +12,13 @@ from cutlass import Boolean, Float32, Int32, Int64, select_
 
 from . import ptx
 
-# The record of a wait that expired, int32 words. The first word is claimed by compare-and-swap, so the
-# record is one worker's, never a mixture.
+# The record of a wait that expired, int32 words. Its last word is claimed by compare-and-swap, so that the
+# record is one thread's, never a mixture; the first is written last, so that it is never seen half done.
 RECORD_FIELDS = (
     "state", "kind", "rank", "sm", "role", "task", "counter", "index", "value", "awaited",
 )  # fmt: skip
 RECORD_WORDS = 16
+RECORD_CLAIM = RECORD_WORDS - 1
 RECORD_TIMEOUT = 1
 ROLES = ("load", "comm", "scheduler")
 COUNTERS = ("x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready")
@@ -84,9 +85,9 @@ def wait_at_least(
 def fail(
     watch: Watch, role: int, name: int, task: Int32, index: Int32, value: Int32, target: Int32
 ):
-    """Write the record, unless another worker has, and trap."""
+    """Write the record, unless another thread has, and trap: a trap ends the record's writer, too."""
     record = int_ptr(watch.record)
-    taken = cute.arch.atomic_cas(record, cmp=Int32(0), val=Int32(RECORD_TIMEOUT))
+    taken = cute.arch.atomic_cas(record + RECORD_CLAIM, cmp=Int32(0), val=Int32(1))
     if taken == 0:
         cute.arch.store(record + 1, Int32(RECORD_TIMEOUT))
         cute.arch.store(record + 2, watch.rank)
@@ -98,6 +99,14 @@ def fail(
         cute.arch.store(record + 8, value)
         cute.arch.store(record + 9, target)
         cute.arch.fence_acq_rel_sys()
+        cute.arch.store(record, Int32(RECORD_TIMEOUT), sem="release", scope="sys")
+        cute.arch.fence_acq_rel_sys()
+    else:
+        patience = Int32(1000)
+        while patience > 0:
+            ptx.nanosleep(1000)
+            written = cute.arch.load(record, Int32, sem="relaxed", scope="sys")
+            patience = select(written != 0, Int32(0), patience - 1)
     ptx.trap()
 
 

@@ -21,8 +21,12 @@ __version__ = "0.1.0"
 _LAZY = {
     "Config": "mok.config",
     "MoELayer": "mok.layer",
+    "Mxfp8Weight": "mok.mxfp8",
     "Shape": "mok.config",
+    "capture": "",
     "functional": "",
+    "mxfp8_quantize": "mok.mxfp8",
+    "parallel": "",
     "reference": "",
     "replace_moe": "mok.hf",
 }

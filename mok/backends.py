@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mok import processes
 from mok.config import Config, Shape, tile_rows
 from mok.errors import DeviceError, MissingDependencyError
 from mok.models import Machine
@@ -127,14 +128,18 @@ def run_forward(
     *,
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
+    precision: str = "bf16",
 ) -> Tensor:
     """One forward pass over the case's tokens on ``ep_size`` virtual ranks: BF16 [N, H].
+
+    Within ``processes.joined`` and at its size, on its processes instead (collective).
 
     Args:
         config: tunables; ``Config.suggest`` by default. The reference uses its batch sizes.
         tokens_per_rank: how the tokens are split; evenly by default.
+        precision: of the routed experts, "bf16" or "mxfp8".
     """
-    return prepare_forward(case, ep_size, backend, config, tokens_per_rank)()
+    return prepare_forward(case, ep_size, backend, config, tokens_per_rank, precision=precision)()
 
 
 def prepare_forward(
@@ -144,6 +149,7 @@ def prepare_forward(
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
     progress: Callable[[int], None] | None = None,
+    precision: str = "bf16",
 ) -> Callable[[], Tensor]:
     """A function that runs the pass, schedule included, in a workspace that is made once.
 
@@ -156,12 +162,13 @@ def prepare_forward(
             if config
             else {}
         )
-        return lambda: forward_reference(case, ep_size, tokens_per_rank=lengths, **sizes)
+        sizes |= {"tokens_per_rank": lengths, "precision": precision}
+        return lambda: forward_reference(case, ep_size, **sizes)
     if backend.kind == "kernel":
-        return _prepare_kernel(case, lengths, backend, config)
+        return _prepare_kernel(case, lengths, backend, config, precision=precision)
     # A workspace on the CPU exists only for the emulator.
     with _emulator(backend.arch):
-        prepared = _prepare_kernel(case, lengths, backend, config)
+        prepared = _prepare_kernel(case, lengths, backend, config, precision=precision)
 
     def emulated() -> Tensor:
         with _emulator(backend.arch, progress):
@@ -170,10 +177,27 @@ def prepare_forward(
     return emulated
 
 
+def run_step(case: Case, dy: Tensor | None, ep_size: int, backend: Backend) -> Tensor:
+    """Forward, and with the output's gradient ``dy`` [N, H] backward, on virtual ranks: BF16 [N, H]."""
+    with machine(backend):
+        return _prepare_kernel(case, case.tokens_per_rank(ep_size), backend, None, dy)()
+
+
+def machine(backend: Backend) -> contextlib.AbstractContextManager[Any]:
+    """What a backend's calls need around them: the emulator, or nothing."""
+    return _emulator(backend.arch) if backend.kind == "emulator" else contextlib.nullcontext()
+
+
 def _prepare_kernel(
-    case: Case, lengths: list[int], backend: Backend, config: Config | None
+    case: Case,
+    lengths: list[int],
+    backend: Backend,
+    config: Config | None,
+    dy: Tensor | None = None,
+    precision: str = "bf16",
 ) -> Callable[[], Tensor]:
     from mok import functional
+    from mok.mxfp8 import mxfp8_quantize
     from mok.runtime.group import Group
 
     ep_size = len(lengths)
@@ -189,6 +213,8 @@ def _prepare_kernel(
     )
     config = config or Config.suggest(shape, backend.info or emulated_machine(backend.arch))
     device = backend.device
+    if (ranks := processes.group()) is not None and ranks.size == ep_size:
+        return processes.prepare_forward(case, lengths, config, device, ranks)
     group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
     workspace = functional.create_workspace(
         config,
@@ -200,13 +226,17 @@ def _prepare_kernel(
         num_experts=shape.num_experts,
         topk=shape.topk,
         shared_intermediate_size=shape.shared_intermediate_size,
+        precision=precision,
     )
     # One entry per rank of this process; with one rank, plain tensors.
     placement = [shape.experts_on(r) for r in range(ep_size)]
     x = case.x.split(lengths)
     ids = case.top_experts.split(lengths)
     weights = case.router_weights.split(lengths)
-    routed = [case.routed[p.start : p.stop] for p in placement]
+    parts = [case.routed[p.start : p.stop] for p in placement]
+    routed: list[list[Any]] = [[part.gate, part.up, part.down] for part in parts]
+    if precision == "mxfp8":
+        routed = [[mxfp8_quantize(w, transposed=False) for w in part] for part in routed]
     shared = case.shared
     shared_weights: tuple[Any, Any, Any] = (
         (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
@@ -215,23 +245,28 @@ def _prepare_kernel(
     def each(values: Sequence[Any]) -> Any:
         return values[0] if ep_size == 1 else list(values)
 
+    gate_up_down: tuple[Any, Any, Any] = tuple(  # type: ignore[assignment]
+        each([weights[i] for weights in routed]) for i in range(3)
+    )
+
     def run() -> Tensor:
         schedule = functional.build_schedule(
             workspace, config, each(ids), num_local_experts=each([len(p) for p in placement])
         )
-        output, _ = functional.forward(
-            config,
-            workspace,
-            schedule,
+        arguments = (
             each(x),
             each(weights),
             *shared_weights,
-            each([r.gate for r in routed]),
-            each([r.up for r in routed]),
-            each([r.down for r in routed]),
-            swiglu_limit=case.swiglu_limit,
-            save_context=False,
+            *gate_up_down,
+            case.swiglu_limit,
         )
+        output, context = functional.forward(
+            config, workspace, schedule, *arguments, save_context=dy is not None
+        )
+        if dy is not None:
+            assert context is not None
+            grads = each(dy.split(lengths))
+            functional.backward(config, workspace, schedule, context, grads, *arguments)
         return output if ep_size == 1 else torch.cat(list(output))
 
     return run

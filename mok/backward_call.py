@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mok.call import Call, ForwardContext, LaunchFacts, check_tensor, num_sms
-from mok.errors import DtypeError, ShapeError
+from mok.errors import DtypeError, ResourceError, ShapeError
 from mok.kernels_cute import trace
 
 GRAD_NAMES = (
@@ -58,6 +58,11 @@ class BackwardCall(Call):
         grad_dtype: torch.dtype, accumulate: bool,
     ) -> None:  # fmt: skip
         """Check what only backward has. ``grads``: given buffers per local rank, or None."""
+        if self.mxfp8:
+            raise ResourceError(
+                "backward needs a workspace with precision bf16: MXFP8 has a forward pass only",
+                "precision mxfp8",
+            )
         self.context = context
         self.dy = list(grad_output)
         self._check_context(context)
@@ -304,7 +309,13 @@ class BackwardCall(Call):
         }
         launch(
             get_kernel(
-                kernels.backward_spec(w.arch, self.direct, self.grad_mode, self.config.trace)
+                kernels.backward_spec(
+                    w.arch,
+                    self.direct,
+                    self.grad_mode,
+                    self.config.launch_control,
+                    self.config.trace,
+                )
             ),
             *arguments.values(),
             self.stream,

@@ -30,6 +30,7 @@ class Schedule:
 
     ranks: list[ScheduleBuffers]
     top_experts: list[Tensor]  # int64 or int32 [T, K] per local rank, as given
+    sizes: tuple[int, ...] = ()  # (E, K, EP, tile, max_tokens) of its workspace; () where not known
 
     @property
     def peer_rank(self) -> Tensor:
@@ -58,7 +59,8 @@ class ForwardContext:
 
     x_routed [ring, H] (None at one rank: rows are gathered from x), gate_routed and up_routed [ring, I],
     gate_shared and up_shared [T, Is] (None without a shared expert), shared_y [T, H] where a later step
-    needs it.
+    needs it. In MXFP8 with block-scaled MMAs x_routed holds E4M3 bytes, x_scales (uint8 [ring·H/32])
+    its scales in tiles.
     """
 
     x_routed: list[Tensor | None] = field(default_factory=list)
@@ -66,10 +68,14 @@ class ForwardContext:
     up_routed: list[Tensor] = field(default_factory=list)
     gate_shared: list[Tensor | None] = field(default_factory=list)
     up_shared: list[Tensor | None] = field(default_factory=list)
+    x_scales: list[Tensor] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for autograd's saved-tensor hooks."""
-        parts = (self.x_routed, self.gate_routed, self.up_routed, self.gate_shared, self.up_shared)
+        parts = (
+            self.x_routed, self.gate_routed, self.up_routed, self.gate_shared, self.up_shared,
+            self.x_scales,
+        )  # fmt: skip
         return [t for part in parts for t in part if t is not None]
 
 
@@ -91,14 +97,20 @@ class LaunchFacts:
 
 def num_sms(workspace: Workspace) -> int:
     """SMs of the workspace's device (of the emulated one inside an emulator)."""
-    from mok.runtime.launch import active_emulator
+    if workspace.device.type == "cpu":
+        from mok.runtime.launch import active_emulator
 
-    emulator = active_emulator()
-    if emulator is not None:
+        emulator: Any = active_emulator()
         return int(emulator.num_sms)
-    from mok.runtime.device import device_info
+    return workspace.num_sms
 
-    return device_info(workspace.device).num_sms
+
+def schedule_sizes(workspace: Workspace) -> tuple[int, ...]:
+    """What a schedule's arrays depend on, beside the ids."""
+    shape = workspace.shape
+    return (
+        shape.num_experts, shape.topk, shape.ep_size, workspace.sizes.tile, workspace.max_tokens,
+    )  # fmt: skip
 
 
 class Call:
@@ -135,6 +147,13 @@ class Call:
                 f"a schedule of {len(schedule.ranks)} ranks",
                 "Build it with the same workspace",
             )
+        if schedule.sizes and schedule.sizes != schedule_sizes(workspace):
+            raise ShapeError(
+                "the schedule must be of a workspace with the same E, K, EP, tile and max_tokens: "
+                f"{schedule_sizes(workspace)}",
+                schedule.sizes,
+                "Build it with this workspace",
+            )
         self.local_ranks = workspace.group.local_ranks
         self.count = len(self.local_ranks)
         self.stream = stream_of(workspace)
@@ -146,10 +165,16 @@ class Call:
         self.x = per_rank(workspace, "x", x)
         self.weights = [] if recompute else per_rank(workspace, "router_weights", router_weights)
         names = WEIGHT_NAMES[: 2 if recompute else 3]
-        self.routed = [
-            per_rank(workspace, f"routed_{name}", value)
-            for name, value in zip(names, routed, strict=True)
-        ]
+        self.mxfp8 = workspace.precision == "mxfp8"
+        self.scales: list[list[Tensor | None]] = []
+        self.routed = []
+        for name, value in zip(names, routed, strict=True):
+            if self.mxfp8:
+                data, scales = mxfp8_per_rank(workspace, f"routed_{name}", value, name == "down")
+                self.scales.append(scales)
+            else:
+                data = per_rank(workspace, f"routed_{name}", value)
+            self.routed.append(data)
         for i, rank in enumerate(self.local_ranks):
             tokens = schedule.top_experts[i].shape[0]
             experts = len(self.shape.experts_on(rank))
@@ -161,7 +186,8 @@ class Call:
                 check("router_weights", self.weights[i], (tokens, K), torch.float32)
             sizes = ((experts, I, H), (experts, I, H), (experts, H, I))
             for name, weight, size in zip(names, self.routed, sizes, strict=False):
-                check(f"routed_{name}", weight[i], size)
+                kind = torch.float8_e4m3fn if self.scales and self.sizes.scaled else torch.bfloat16
+                check(f"routed_{name}", weight[i], size, kind)
         self.shared = self._check_shared(shared, names)
         self.shared_scale: list[Tensor] | None = None
         if shared_scale is not None:
@@ -197,6 +223,18 @@ class Call:
             check_tensor(self.workspace, f"shared_{name}", value, size, (torch.bfloat16,))
         return tuple(shared)
 
+    def given(self) -> dict[str, Any]:
+        """The call's tensors by name, for ``mok.capture``."""
+        names = [f"routed_{name}" for name in WEIGHT_NAMES]
+        shared = [f"shared_{name}" for name in WEIGHT_NAMES]
+        return {
+            "x": self.x,
+            "router_weights": self.weights,
+            "shared_scale": self.shared_scale,
+            **dict(zip(names, self.routed, strict=False)),
+            **dict(zip(shared, self.shared or (), strict=False)),
+        }
+
     def tokens(self, i: int) -> int:
         """T of local rank number ``i``."""
         return self.x[i].shape[0]
@@ -224,8 +262,32 @@ class Call:
         assert heap_x is not None
         for i, rank in enumerate(self.local_ranks):
             target = heap_x.peer(rank)[: self.tokens(i)]
+            if self.sizes.wire:
+                self._quantise_x(i, rank, target)
+                continue
             if target.data_ptr() != self.x[i].data_ptr():
                 target.copy_(self.x[i], non_blocking=True)
+
+    def _quantise_x(self, i: int, rank: int, target: Tensor) -> None:
+        """x of local rank ``i`` as E4M3 and scales into the heap."""
+        from mok import kernels
+        from mok.kernels_cute.quantise_rows import quantise_rows_ctas
+        from mok.runtime.compile import get_kernel
+        from mok.runtime.launch import launch
+
+        scales = self.workspace.x_wire_scales
+        assert scales is not None
+        tokens, hidden = self.x[i].shape
+        if tokens:
+            launch(
+                get_kernel(kernels.quantise_rows_spec(self.workspace.arch)),
+                self.x[i].data_ptr(),
+                target.data_ptr(),
+                scales.address(rank),
+                tokens * hidden,
+                quantise_rows_ctas(tokens, hidden, num_sms(self.workspace)),
+                self.stream,
+            )
 
     def launch_shape(self, comm_sms: int) -> tuple[int, int]:
         """(CTAs, comm CTAs) of a megakernel, in whole clusters.
@@ -270,16 +332,20 @@ class Call:
         T, H, I = self.tokens(i), self.shape.hidden_size, self.shape.intermediate_size
         Is = self.shape.shared_intermediate_size or 0
         b = self.schedule.ranks[i]
-        shared_hidden = self._new(T, Is) if Is else None
+        # Scratch: launches of virtual ranks follow one another.
+        shared_hidden = w.shared_hidden if Is else None
         shared_y = self._new(T, H) if Is else None
         gate = up = shared_gate = shared_up = None
-        x_ring = w.x_ring
+        x_ring, x_scales = w.x_ring, w.x_scales
         if context is not None:
             gate, up = self._new(self.ring, I), self._new(self.ring, I)
             if Is:
                 shared_gate, shared_up = self._new(T, Is), self._new(T, Is)
             if not self.direct:
-                x_ring = self._new(self.ring, H)
+                x_ring = self._new(self.ring, H, dtype=self.sizes.ring_dtype)
+            if self.sizes.scaled:
+                x_scales = self._new(self.ring * H // 32, dtype=torch.uint8)
+                context.x_scales.append(x_scales)
             context.x_routed.append(None if self.direct else x_ring)
             context.gate_routed.append(gate)
             context.up_routed.append(up)
@@ -296,10 +362,16 @@ class Call:
         # The recompute kernel has no down task: any valid address will do there.
         routed = [r[i] for r in self.routed] + [None] * (3 - len(self.routed))
         shared = [*(self.shared or ()), None, None, None][:3]
+        scales = [*(part[i] for part in self.scales), None, None, None][:3]
         launch(
             get_kernel(
                 kernels.recompute_spec(
-                    w.arch, self.direct, self.config.launch_control, self.config.trace
+                    w.arch,
+                    self.direct,
+                    self.config.launch_control,
+                    self.config.trace,
+                    self.mxfp8,
+                    self.sizes.wire,
                 )
                 if recompute
                 else kernels.forward_spec(
@@ -308,6 +380,8 @@ class Call:
                     context is not None,
                     self.config.launch_control,
                     self.config.trace,
+                    self.mxfp8,
+                    self.sizes.wire,
                 )
             ),
             self._address(self.x[i]),
@@ -326,8 +400,9 @@ class Call:
             self._address(up),
             self._address(shared_gate),
             self._address(shared_up),
-            *[0] * 5,  # scales: MXFP8
+            *(self._address(t) for t in (*scales, x_scales, w.hidden_scales)),
             w.x.base_address if w.x is not None else 0,
+            w.x_wire_scales.base_address if w.x_wire_scales is not None else 0,
             w.slots.base_address if w.slots is not None else 0,
             w.heap.stride,
             self.counters[i],
@@ -417,7 +492,9 @@ class Call:
 
 def check_tunables(workspace: Workspace, config: Config) -> None:
     """A call may change the tunables that no buffer is sized by; not the ring's."""
-    for name in ("minibatch_size", "macrobatch_size"):
+    if config is workspace.config:
+        return
+    for name in ("minibatch_size", "macrobatch_size", "mxfp8_wire"):
         made, given = getattr(workspace.config, name), getattr(config, name)
         if made != given:
             raise ShapeError(
@@ -443,18 +520,74 @@ def per_rank(workspace: Workspace, name: str, value: Any) -> list[Tensor]:
     return list(value)
 
 
+def mxfp8_per_rank(
+    workspace: Workspace, name: str, value: Any, is_down: bool
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """(what the kernel multiplies with, its scales or None) per local rank, of quantised weights."""
+    from mok.mxfp8 import Mxfp8Weight, for_kernel
+
+    values = [value] if isinstance(value, Mxfp8Weight) else value
+    count = len(workspace.group.local_ranks)
+    if not isinstance(values, Sequence) or not all(isinstance(v, Mxfp8Weight) for v in values):
+        raise DtypeError(
+            f"{name} must be an Mxfp8Weight in a workspace with precision mxfp8, one per local rank",
+            type(value).__name__,
+            "Quantise it with mok.mxfp8_quantize",
+        )
+    if len(values) != count:
+        raise ShapeError(
+            f"{name} needs one weight for each of the {count} local ranks", f"{len(values)} given"
+        )
+    hidden, inner = workspace.shape.hidden_size, workspace.shape.intermediate_size
+    size = (hidden, inner) if is_down else (inner, hidden)
+    for weight in values:
+        if weight.shape[1:] != size and weight.shape[2:0:-1] == size:
+            raise ShapeError(
+                f"{name} must be quantised as [E, {size[0]}, {size[1]}]",
+                f"{list(weight.shape)}: that is its transpose",
+                "Quantise the weight itself; mxfp8_quantize makes both orientations",
+            )
+    parts = [for_kernel(v, "normal", workspace.sizes.scaled) for v in values]
+    data = [p.values if p.values is not None else p.data for p in parts]
+    return [d for d in data if d is not None], [p.scales for p in parts]
+
+
 def unwrap(values: list[Any], like: Any) -> Any:
     return values[0] if isinstance(like, Tensor) else values
 
 
 def check_tensor(
-    workspace: Workspace,
+    workspace: Any,
     name: str,
     tensor: Tensor,
     size: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Dtype, device, shape, contiguity and alignment of an argument."""
+    have = tensor.shape
+    if (
+        tensor.dtype not in dtypes
+        or tensor.device != workspace.device
+        or len(have) != len(size)
+        or (have != size and (size[0] is not None or have[1:] != size[1:]))
+        or not tensor.is_contiguous()
+    ):
+        _refuse_tensor(workspace, name, tensor, size, dtypes)
+    # Matrices go through TMA and 16-byte accesses; the small FP32 and int inputs do not.
+    if tensor.dtype == torch.bfloat16 and tensor.numel() and tensor.data_ptr() % 16:
+        raise ShapeError(
+            f"{name} must be 16-byte aligned", f"address {tensor.data_ptr():#x}", "Clone it"
+        )
+
+
+def _refuse_tensor(
+    workspace: Any,
+    name: str,
+    tensor: Tensor,
+    size: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Say what is wrong with a tensor."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise DtypeError(f"{name} must be {wanted}", str(tensor.dtype).removeprefix("torch."))
@@ -472,15 +605,13 @@ def check_tensor(
         raise ShapeError(
             f"{name} must be contiguous", f"strides {tensor.stride()}", "Call .contiguous()"
         )
-    # Matrices go through TMA and 16-byte accesses; the small FP32 and int inputs do not.
-    if tensor.dtype == torch.bfloat16 and tensor.numel() and tensor.data_ptr() % 16:
-        raise ShapeError(
-            f"{name} must be 16-byte aligned", f"address {tensor.data_ptr():#x}", "Clone it"
-        )
 
 
 def stream_of(workspace: Workspace) -> int:
     """Handle of torch's current stream on the workspace's device; 0 in the emulator."""
-    if workspace.device.type == "cpu":
-        return 0
-    return int(torch.cuda.current_stream(workspace.device).cuda_stream)
+    return stream_handle(workspace.device)
+
+
+def stream_handle(device: torch.device) -> int:
+    """Handle of torch's current stream on a device; 0 in the emulator."""
+    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)

@@ -13,14 +13,17 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from mok import processes
 from mok.commands import (
     bench,
+    capture,
     check,
     compile,
     demo,
     doctor,
     emulate,
     plan,
+    replay,
     simulate,
     trace,
     tune,
@@ -49,7 +52,7 @@ class Command(Protocol):
 
 
 COMMANDS: tuple[Command, ...] = (
-    demo, check, compile, bench, tune, wave, plan, simulate, trace, emulate, doctor,
+    demo, check, compile, bench, tune, wave, plan, simulate, trace, emulate, capture, replay, doctor,
 )  # fmt: skip
 
 
@@ -71,18 +74,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = build_parser().parse_args(argv)
     command: Command = args.implementation
-    progress = Console(stderr=True)
+    progress = Console(stderr=True, quiet=not processes.is_leader())
     try:
         # With --json nothing but the document may reach standard output.
         guard = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
         with guard:
-            document = command.run(args, progress)
+            ranks = command.NAME in ("demo", "check")
+            with processes.joined() if ranks else contextlib.nullcontext():
+                document = command.run(args, progress)
     except MokError as error:
         if args.json:
             found = {"rule": error.rule, "value": str(error.value), "remedy": error.remedy}
             print(json.dumps({"error": {"type": type(error).__name__, **found}}))
         progress.print(f"{type(error).__name__}: {error}", style="red", markup=False)
         return 2
+    if not processes.is_leader():
+        return 0 if command.passed(document) else 1
     if args.json:
         print(json.dumps(_finite(document), allow_nan=False))
     else:

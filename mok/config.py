@@ -159,6 +159,8 @@ class Config:
         debug: check expert ids on the host (costs a synchronisation).
         launch_control: on Blackwell, take work by Cluster Launch Control, which lets kernels of a
             higher priority in; False: a persistent grid, as on Hopper (docs/blackwell.md).
+        mxfp8_wire: with MXFP8, x travels quantised: half the bytes over the link, one small kernel to make
+            them. A workspace keeps what it was made with.
         trace: kernels record begin and end of every task; ``Workspace.recorder`` reads them.
 
     Raises ShapeError or DtypeError.
@@ -174,6 +176,7 @@ class Config:
     debug: bool = False
     launch_control: bool = True
     trace: bool = False
+    mxfp8_wire: bool = False
 
     def __post_init__(self) -> None:
         _require_int("fwd_num_comm_sms", self.fwd_num_comm_sms, 1)

@@ -5,15 +5,18 @@ torch's current stream; nothing waits for the GPU. On a group of virtual ranks (
 process) every per-rank argument and result is a list with one entry per rank; with one local rank it is
 the plain value. Arguments that are the same on all ranks (config, shared expert, limit) are never lists.
 
+Code for the reference system works too: called with its ``MoKConfig`` and ``MoKWorkspace``, the functions
+take and return what they do there (``mok.upstream``, docs/migrating.md).
+
 The symmetric heap, the rings and the counters live in the workspace. Calls that share a workspace must
 follow one another on one stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,19 +30,80 @@ from mok.call import (
     check_tunables,
     num_sms,
     per_rank,
+    schedule_sizes,
     stream_of,
     unwrap,
 )
 from mok.config import Config, Shape
-from mok.errors import DtypeError, ShapeError
+from mok.errors import DtypeError, MokError, ShapeError
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group
     from mok.runtime.workspace import Workspace
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_device(position: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run a function with its workspace's device as the current one: launches go to that.
+
+    ``position``: of the argument ``workspace``.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            workspace: Any = args[position] if len(args) > position else kwargs.get("workspace")
+            device = getattr(workspace, "device", None)
+            if getattr(device, "type", "cpu") != "cuda":
+                return function(*args, **kwargs)
+            with torch.cuda.device(device):
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    return decorate
+
+
+def also_upstream(ours: Callable[P, R]) -> Callable[P, R]:
+    """Hand a call with the reference system's objects to its namesake in ``mok.upstream``."""
+
+    @wraps(ours)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Every function has the config or the workspace first.
+        first = args[0] if args else kwargs.get("config", kwargs.get("workspace"))
+        if type(first).__name__ in ("MoKConfig", "MoKWorkspace"):
+            from mok import upstream
+
+            return getattr(upstream, ours.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
+        return ours(*args, **kwargs)
+
+    return call
+
+
+observer: Any = None
+"""Told of every call while ``mok.capture.watch`` is active."""
+
+_UPSTREAM = (
+    "MoKConfig", "MoKForwardContext", "MoKSchedule", "MoKWorkspace", "validate_inputs",
+    "validate_workspace_args",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The reference system's names; see ``mok.upstream``."""
+    if name in _UPSTREAM:
+        from mok import upstream
+
+        return getattr(upstream, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 # ---------------------------------------------------------------------- workspaces
 
 
+@also_upstream
 def create_workspace(
     config: Config,
     group: Group | None = None,
@@ -51,6 +115,7 @@ def create_workspace(
     num_experts: int,
     topk: int,
     shared_intermediate_size: int | None = None,
+    precision: str = "bf16",
 ) -> Workspace:
     """Make a workspace (collective). One can serve all layers of equal sizes.
 
@@ -61,6 +126,7 @@ def create_workspace(
         max_tokens: the most tokens of any rank in any call.
         hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size: H, I, E, K and the
             shared expert's I.
+        precision: "bf16", or "mxfp8": routed weights are then what ``mok.mxfp8_quantize`` returns.
 
     Raises:
         ShapeError, ResourceError, CapacityError, DriverError, DeviceError: a limit, named.
@@ -71,11 +137,18 @@ def create_workspace(
     )
     from mok.runtime.workspace import Workspace
 
-    workspace = Workspace(group, shape, config, max(max_tokens, 1), **arguments)
-    _check_config(config, workspace)
+    workspace = Workspace(
+        group, shape, config, max(max_tokens, 1), precision=precision, **arguments
+    )
+    try:
+        _check_config(config, workspace)
+    except MokError:
+        workspace.close()
+        raise
     return workspace
 
 
+@also_upstream
 def get_workspace(
     config: Config,
     group: Group | None = None,
@@ -87,6 +160,7 @@ def get_workspace(
     num_experts: int,
     topk: int,
     shared_intermediate_size: int | None = None,
+    precision: str = "bf16",
 ) -> Workspace:
     """``create_workspace``, cached by its arguments. ``clear_workspace_cache`` empties the cache."""
     _check_max_tokens(max_tokens)
@@ -95,7 +169,9 @@ def get_workspace(
     )
     from mok.runtime import workspace as workspaces
 
-    found = workspaces.get_workspace(group, shape, config, max(max_tokens, 1), **arguments)
+    found = workspaces.get_workspace(
+        group, shape, config, max(max_tokens, 1), precision=precision, **arguments
+    )
     _check_config(config, found)
     return found
 
@@ -111,8 +187,10 @@ def _check_max_tokens(max_tokens: Any) -> None:
 
 def clear_workspace_cache() -> None:
     """Close every cached workspace once its work has ended (collective)."""
+    from mok import upstream
     from mok.runtime import workspace as workspaces
 
+    upstream.clear_workspace_cache()
     workspaces.clear_workspace_cache()
 
 
@@ -152,6 +230,8 @@ def _check_config(config: Config, workspace: Workspace) -> None:
 # ---------------------------------------------------------------------- schedule
 
 
+@also_upstream
+@on_device(0)
 def build_schedule(
     workspace: Workspace,
     config: Config,
@@ -253,7 +333,7 @@ def build_schedule(
             stream,
         )
         ranks.append(b)
-    return Schedule(ranks, ids)
+    return Schedule(ranks, ids, schedule_sizes(workspace))
 
 
 def _check_ids(ids: Tensor, num_experts: int) -> None:
@@ -272,6 +352,8 @@ def _check_ids(ids: Tensor, num_experts: int) -> None:
 # ---------------------------------------------------------------------- forward
 
 
+@also_upstream
+@on_device(1)
 def forward(
     config: Config,
     workspace: Workspace,
@@ -295,7 +377,8 @@ def forward(
         x: BF16 [T, H].
         router_weights: FP32 [T, K]; NaN propagates to its token.
         shared_gate, shared_up, shared_down: BF16 [Is, H], [Is, H], [H, Is], or all None.
-        routed_gate, routed_up, routed_down: BF16 [El, I, H], [El, I, H], [El, H, I] of this rank.
+        routed_gate, routed_up, routed_down: BF16 [El, I, H], [El, I, H], [El, H, I] of this rank;
+            with precision "mxfp8" Mxfp8Weight of these shapes, in the normal orientation.
         swiglu_limit: clamp gate from above and up on both sides; None clamps nothing.
         save_context: also keep what backward needs. The output has the same bits either way.
         shared_scale: FP32 [T], multiplies the shared expert's output (a gated shared expert).
@@ -310,6 +393,8 @@ def forward(
         config, workspace, schedule, x, router_weights, (shared_gate, shared_up, shared_down),
         (routed_gate, routed_up, routed_down), swiglu_limit, shared_scale,
     )  # fmt: skip
+    if observer is not None:
+        observer.begin(config, workspace, schedule, call.given(), swiglu_limit)
     call.zero_counters(workspace.sizes.counters.size, workspace.counter_words)
     call.stage_x()
     workspace.barrier()
@@ -318,9 +403,13 @@ def forward(
     workspace.barrier()
     outputs = [call.sum_forward(i, shared_y[i]) for i in range(call.count)]
     workspace.check_call()
+    if observer is not None:
+        observer.end({"output": outputs})
     return unwrap(outputs, x), context
 
 
+@also_upstream
+@on_device(1)
 def recompute_forward_context(
     config: Config,
     workspace: Workspace,
@@ -355,6 +444,8 @@ def recompute_forward_context(
 # ---------------------------------------------------------------------- backward
 
 
+@also_upstream
+@on_device(1)
 def backward(
     config: Config,
     workspace: Workspace,
@@ -399,7 +490,7 @@ def backward(
     Raises:
         As ``forward``.
     """
-    from mok.backward_call import BackwardCall
+    from mok.backward_call import GRAD_NAMES, BackwardCall
 
     call = BackwardCall(
         config, workspace, schedule, x, router_weights, (shared_gate, shared_up, shared_down),
@@ -413,6 +504,9 @@ def backward(
         grad_dtype,
         accumulate,
     )
+    if observer is not None:
+        given = {**call.given(), "grad_output": call.dy}
+        observer.begin(config, workspace, schedule, given, swiglu_limit)
     plans = call.prepare()
     call.stage()
     workspace.barrier()
@@ -426,6 +520,10 @@ def backward(
         tail = () if d_scale is None else (d_scale,)
         results.append((d_x, d_weights, *g.routed, *g.shared, *tail))
     workspace.check_call()
+    if observer is not None:
+        names = ("d_x", "d_router_weights", *(f"d_{name}" for name in GRAD_NAMES))
+        columns = [] if accumulate else zip(*(r[: len(names)] for r in results), strict=True)
+        observer.end(dict(zip(names, columns, strict=False)))
     if isinstance(x, Tensor):
         return results[0]
     return tuple(list(column) for column in zip(*results, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 
 from mok.kernels_cute.machine import machine_of
 from mok.runtime.compile import KernelSpec
@@ -11,36 +12,72 @@ FORWARD = "mok.kernels_cute.forward:ForwardKernel"
 BACKWARD = "mok.kernels_cute.backward.kernel:BackwardKernel"
 
 
+@cache
 def forward_spec(
     arch: str,
     direct: bool,
     save_context: bool = False,
     launch_control: bool = True,
     trace: bool = False,
+    mxfp8: bool = False,
+    wire: bool = False,
 ) -> KernelSpec:
-    """The forward megakernel; ``direct`` (one rank) gathers rows in place, without the ring.
+    """The forward megakernel; ``direct`` (one rank, BF16) gathers rows in place, without the ring.
 
-    ``trace`` records begin and end of every task.
+    ``trace`` records begin and end of every task; ``mxfp8``: routed experts in MXFP8;
+    ``wire``: x travels quantised.
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
+    name, config = _precision(name, config, mxfp8, wire)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
+@cache
 def recompute_spec(
-    arch: str, direct: bool, launch_control: bool = True, trace: bool = False
+    arch: str,
+    direct: bool,
+    launch_control: bool = True,
+    trace: bool = False,
+    mxfp8: bool = False,
+    wire: bool = False,
 ) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
     config = {"direct": direct, "save_context": True, "recompute": True}
     name = f"recompute_{_path(direct)}"
+    name, config = _precision(name, config, mxfp8, wire)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
+@cache
+def quantise_rows_spec(arch: str) -> KernelSpec:
+    """Quantises a rank's tokens into its heap (MXFP8 on the wire)."""
+    return KernelSpec.of("quantise_rows", arch, "mok.kernels_cute.quantise_rows:QuantiseRowsKernel")
+
+
+@cache
+def quantise_spec(
+    arch: str, normal: bool, transposed: bool, expanded: bool, tiled: bool = True
+) -> KernelSpec:
+    """Quantises a stack of weights to MXFP8."""
+    return KernelSpec.of(
+        "quantise",
+        arch,
+        "mok.kernels_cute.quantise:QuantiseKernel",
+        normal=normal,
+        transposed=transposed,
+        expanded=expanded,
+        tiled=tiled,
+    )
+
+
+@cache
 def scheduling_of(arch: str, launch_control: bool) -> str:
     """How a megakernel gets its next task: "clc" or "tickets"."""
     return machine_of(arch).scheduling[0 if launch_control else -1]
 
 
+@cache
 def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
     """Copies a call's expert ids into the symmetric heap as int32."""
     return KernelSpec.of(
@@ -48,11 +85,13 @@ def stage_ids_spec(arch: str, ids_bits: int = 64) -> KernelSpec:
     )
 
 
+@cache
 def schedule_spec(arch: str) -> KernelSpec:
     """Count, scan and place."""
     return KernelSpec.of("schedule", arch, "mok.kernels_cute.schedule.build:ScheduleKernel")
 
 
+@cache
 def token_sum_spec(
     arch: str,
     direct: bool,
@@ -79,8 +118,13 @@ def token_sum_spec(
     )
 
 
+@cache
 def backward_spec(
-    arch: str, direct: bool, grad_mode: str = "bf16", trace: bool = False
+    arch: str,
+    direct: bool,
+    grad_mode: str = "bf16",
+    launch_control: bool = True,
+    trace: bool = False,
 ) -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there)."""
@@ -88,17 +132,20 @@ def backward_spec(
         f"backward_{_path(direct)}_{grad_mode}",
         arch,
         BACKWARD,
-        trace=trace,
+        launch_control,
+        trace,
         direct=direct,
         grad_mode=grad_mode,
     )
 
 
+@cache
 def plan_spec(arch: str) -> KernelSpec:
     """The tables of the backward program, from the schedule."""
     return _for_machine("plan", arch, "mok.kernels_cute.backward.plan_kernel:PlanKernel")
 
 
+@cache
 def router_grad_spec(arch: str, direct: bool, ids_bits: int = 64) -> KernelSpec:
     """Router-weight gradients [T, K] from backward's partials (``direct``), else from the slots."""
     return KernelSpec.of(
@@ -150,6 +197,17 @@ def _for_machine(
         name, config = f"{name}_trace", {**config, "trace": True}
     # The kernel is built for a machine, so the architecture is also part of its configuration.
     return KernelSpec(name, arch, factory, tuple(sorted({"arch": arch, **config}.items())))
+
+
+def _precision(
+    name: str, config: dict[str, bool], mxfp8: bool, wire: bool
+) -> tuple[str, dict[str, bool]]:
+    """A kernel's name and configuration with MXFP8 experts, and with MXFP8 on the wire."""
+    if mxfp8:
+        name, config = f"{name}_mxfp8", {**config, "mxfp8": True}
+    if wire:
+        name, config = f"{name}_wire", {**config, "wire": True}
+    return name, config
 
 
 def _path(direct: bool) -> str:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from mok import ops
 from mok.config import Config
-from mok.errors import CapacityError, DtypeError, ShapeError
+from mok.errors import CapacityError, DtypeError, ResourceError, ShapeError
 from mok.layer_spec import LayerSpec, register_layer
+from mok.mxfp8 import Mxfp8Weight, QuantisedMasters
 from mok.router import Router, Score, linear_fp32
+from mok.runtime.plan import check_precision
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group
@@ -45,6 +47,9 @@ class MoELayer(nn.Module):
         main_grad: add the gradient of each weight that has a ``main_grad`` (BF16 or FP32, at the
             time of forward) into it, and give that weight no ``grad``. Compiler passes cannot see
             these additions: read main_grad only after backward.
+        precision: of the routed experts, "bf16" or "mxfp8" (docs/mxfp8.md). With "mxfp8" the parameters
+            are masters, quantised again once after each change; there is no backward pass, so call the
+            layer under ``torch.no_grad()``; H and I are multiples of 128.
         device, dtype: of the parameters; dtype is bfloat16 or float32. FP32 parameters are rounded
             to BF16 for the kernels and get FP32 gradients.
 
@@ -76,6 +81,7 @@ class MoELayer(nn.Module):
         max_tokens: int | None = None,
         recompute: bool = False,
         main_grad: bool = False,
+        precision: str = "bf16",
         device: Any = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -102,8 +108,11 @@ class MoELayer(nn.Module):
             shared_intermediate_size,
             group,
             config,
+            precision,
         )
         shape = self.spec.shape()
+        check_precision(precision, shape)
+        self._masters = QuantisedMasters()
         self.swiglu_limit = swiglu_limit
         self.max_tokens = max_tokens
         self.recompute = recompute
@@ -212,6 +221,16 @@ class MoELayer(nn.Module):
         )  # fmt: skip
         inputs = [t for t in (x, weights, scale, *parameters) if t is not None]
         train = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        if self.spec.precision == "mxfp8":
+            if train:
+                raise ResourceError(
+                    "MXFP8 has a forward pass only", "a call that needs gradients",
+                    "Call the layer under torch.no_grad(), or use precision bf16",
+                )  # fmt: skip
+            return ops.forward_quantised(
+                self._layer, self._max_tokens(x.shape[0]), x, ids, weights, self._quantised(),
+                parameters[3:], scale, self.swiglu_limit,
+            )  # fmt: skip
         main, index = [], []
         if train and self.main_grad:
             for k, parameter in enumerate(parameters):
@@ -224,6 +243,17 @@ class MoELayer(nn.Module):
             x, ids, weights, *parameters, scale, self.swiglu_limit, main, index,
         )  # fmt: skip
         return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _quantised(self) -> list[Mxfp8Weight]:
+        """The routed weights in MXFP8, made again where a parameter has changed."""
+        debug = self.spec.config is not None and self.spec.config.debug
+        names = ("routed_gate", "routed_up", "routed_down")
+        return [self._masters.get(n, getattr(self, n), debug=debug) for n in names]
+
+    def requantize(self) -> None:
+        """Quantise the routed weights anew at the next call: after writes that torch cannot see."""
+        self._masters.clear()
 
     def _max_tokens(self, tokens: int) -> int:
         """What the workspace is made for."""
@@ -254,7 +284,8 @@ class MoELayer(nn.Module):
         text = f"H={s.hidden_size}, I={s.intermediate_size}, E={s.num_experts}, K={s.topk}"
         if s.shared_intermediate_size is not None:
             text += f", shared={s.shared_intermediate_size}"
-        return text + (f", EP={s.ep_size}" if s.ep_size > 1 else "")
+        text += f", EP={s.ep_size}" if s.ep_size > 1 else ""
+        return text + (f", {s.precision}" if s.precision != "bf16" else "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """A copy with its own parameters, in the same group."""

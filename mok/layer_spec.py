@@ -24,7 +24,10 @@ ALIGNMENT = 16  # bytes, of every argument of a kernel
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What equal layers share. ``group`` None: one rank. ``config`` None: ``Config.suggest``."""
+    """What equal layers share. ``group`` None: one rank. ``config`` None: ``Config.suggest``.
+
+    ``precision``: of the routed experts, "bf16" or "mxfp8".
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -33,6 +36,7 @@ class LayerSpec:
     shared_intermediate_size: int | None = None
     group: Group | None = None
     config: Config | None = None
+    precision: str = "bf16"
 
     @property
     def ep_size(self) -> int:
@@ -63,12 +67,13 @@ class LayerSpec:
     def config_for(self, max_tokens: int, device: torch.device) -> Config:
         if self.config is not None:
             return self.config
-        return _suggest(self, max_tokens, *_machine(device))
+        return _suggest(self, max_tokens, _machine(device))
 
     def plan(self, max_tokens: int, device: torch.device) -> WorkspacePlan:
         """Sizes of the workspace, without making it."""
         config = self.config_for(max_tokens, device)
-        return _plan(self.shape(), config, max(max_tokens, 1), _machine(device)[0])
+        arch = _machine(device).arch
+        return _plan(self.shape(), config, max(max_tokens, 1), arch, self.precision)
 
     def workspace(self, max_tokens: int, device: torch.device) -> tuple[Config, Workspace]:
         """The workspace, made at its first use (collective)."""
@@ -83,6 +88,7 @@ class LayerSpec:
             num_experts=self.num_experts,
             topk=self.topk,
             shared_intermediate_size=self.shared_intermediate_size,
+            precision=self.precision,
         )
         return config, workspace
 
@@ -106,36 +112,36 @@ def layer_spec(layer: int) -> LayerSpec:
     return _specs[layer]
 
 
-def _machine(device: torch.device) -> tuple[str, int]:
-    """(architecture, SMs) of the device, or of the emulator in use."""
-    from mok.runtime.launch import active_emulator
-
-    emulator: Any = active_emulator()
-    if emulator is not None:
-        return emulator.arch, int(emulator.num_sms)
-    from mok.runtime.device import device_info, require_arch
-
-    info = require_arch(device)
-    assert info.arch is not None
-    return info.arch, device_info(device).num_sms
-
-
 @dataclass(frozen=True)
-class _Machine:
+class _Emulated:
     arch: str
     num_sms: int
 
 
-@lru_cache
-def _suggest(spec: LayerSpec, max_tokens: int, arch: str, num_sms: int) -> Config:
-    return Config.suggest(spec.shape(max_tokens), _Machine(arch, num_sms))
+def _machine(device: torch.device) -> Any:
+    """The device, or the emulator in use: an object with ``arch`` and ``num_sms``."""
+    from mok.runtime.launch import active_emulator
+
+    emulator: Any = active_emulator()
+    if emulator is not None:
+        return _Emulated(emulator.arch, int(emulator.num_sms))
+    from mok.runtime.device import require_arch
+
+    return require_arch(device)
 
 
 @lru_cache
-def _plan(shape: Shape, config: Config, max_tokens: int, arch: str) -> WorkspacePlan:
+def _suggest(spec: LayerSpec, max_tokens: int, machine: Any) -> Config:
+    return Config.suggest(spec.shape(max_tokens), machine)
+
+
+@lru_cache
+def _plan(
+    shape: Shape, config: Config, max_tokens: int, arch: str, precision: str
+) -> WorkspacePlan:
     from mok.runtime.plan import plan_workspace
 
-    return plan_workspace(shape, config, max_tokens, arch)
+    return plan_workspace(shape, config, max_tokens, arch, precision)
 
 
 # ---------------------------------------------------------------------- splitting over local ranks

@@ -94,7 +94,7 @@ class _Call:
 
     def __init__(
         self, layer: int, max_tokens: int, x: Tensor, ids: Tensor, weights: Tensor,
-        routed: Sequence[Tensor], shared: Sequence[Tensor | None], scale: Tensor | None,
+        routed: Sequence[Any], shared: Sequence[Tensor | None], scale: Tensor | None,
         limit: float | None,
     ) -> None:  # fmt: skip
         self.spec = spec = layer_spec(layer)
@@ -111,7 +111,10 @@ class _Call:
         self.weights = split(weights, self.tokens)
         self.scale = None if scale is None else split(scale, self.tokens)
         # FP32 parameters are rounded here; their gradients come back in FP32.
-        self.routed = [views(w.bfloat16(), self.experts) for w in routed]
+        self.routed: list[Any] = [
+            views(w.bfloat16(), self.experts) if isinstance(w, Tensor) else w.split(self.experts)
+            for w in routed
+        ]
         self.shared = [None if w is None else w.bfloat16() for w in shared]
         self.limit = limit
 
@@ -205,6 +208,29 @@ class _Sinks:
                 else:
                     total.copy_(rank_sum)
         return list(self.totals.values())
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def forward_quantised(
+    layer: int,
+    max_tokens: int,
+    x: Tensor,
+    top_experts: Tensor,
+    router_weights: Tensor,
+    routed: Sequence[Any],
+    shared: Sequence[Tensor | None],
+    shared_scale: Tensor | None,
+    swiglu_limit: float | None,
+) -> Tensor:
+    """The output with routed weights in MXFP8 (three ``Mxfp8Weight``); no gradients (collective).
+
+    Other arguments as ``forward``. torch.compile breaks its graph here.
+    """
+    call = _Call(
+        layer, max_tokens, x, top_experts, router_weights, routed, shared, shared_scale,
+        swiglu_limit,
+    )  # fmt: skip
+    return call.forward(call.schedule(), False)[0]
 
 
 @torch.library.custom_op("mok::forward", mutates_args=())

@@ -129,13 +129,14 @@ class Barrier:
             while int((mine[:size] < now).sum()) and not int(own[0]):
                 if time.monotonic() > deadline:
                     record[R.BARRIER_STATE], record[R.BARRIER_EPOCH] = R.EXPIRED, now
+                    missing = [r for r in range(size) if int(mine[r]) < now]
                     for other in range(size):
-                        if int(mine[other]) < now:
-                            record[R.BARRIER_MISSING + other] = int(mine[other]) + 1
-                    for other in range(size):
-                        self._poison.peer(other)[0] = rank + 1
+                        self._poison.peer(other)[0] = R.poison_value(rank, missing[-1])
                     break
                 time.sleep(0.0002)
+            for other in range(size):
+                if int(own[0]) and int(mine[other]) < now:
+                    record[R.BARRIER_MISSING + other] = int(mine[other]) + 1
         if int(own[0]) and not record[R.BARRIER_STATE]:
             record[R.BARRIER_STATE], record[R.BARRIER_EPOCH] = R.POISONED, now
             record[R.BARRIER_POISONER] = int(own[0])

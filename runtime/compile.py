@@ -317,10 +317,11 @@ def _qualified(cls: type) -> str:
 
 def source_hash(factory: str) -> str:
     """Hash of every source a kernel may be made of: ``kernels_cute``, this file, its factory."""
-    return hashlib.sha256("".join(_file_digests(factory)).encode()).hexdigest()
+    digests = sorted(_file_digests(factory).items())
+    return hashlib.sha256("".join(f"{n} {d}\n" for n, d in digests).encode()).hexdigest()
 
 
-def _file_digests(factory: str) -> list[str]:
+def _file_digests(factory: str = "") -> dict[str, str]:
     here = Path(__file__)
     kernels = importlib.util.find_spec("mok.kernels_cute")
     assert kernels is not None and kernels.submodule_search_locations
@@ -328,16 +329,13 @@ def _file_digests(factory: str) -> list[str]:
     files = {str(path.relative_to(root)): path for path in root.rglob("*.py")}
     files["<compile>"] = here
     module = factory.partition(":")[0]
-    if not module.startswith("mok.kernels_cute"):
+    if module and not module.startswith("mok.kernels_cute"):
         found = None
         with contextlib.suppress(ImportError):  # _instantiate names the missing module
             found = importlib.util.find_spec(module)
         if found is not None and found.origin is not None:
             files[f"<factory> {module}"] = Path(found.origin)
-    return [
-        f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n"
-        for name, path in sorted(files.items())
-    ]
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
 @functools.cache
@@ -390,7 +388,7 @@ def _import_dsl() -> Any:
 
 def _compile(spec: KernelSpec) -> _Built:
     """Trace, compile and export one kernel."""
-    first_sources = _sources_at_start(spec.factory)
+    _changed_sources(spec.factory)  # notes those of a factory elsewhere
     with _progress(spec):
         start = time.perf_counter()
         cute = _import_dsl()
@@ -420,11 +418,11 @@ def _compile(spec: KernelSpec) -> _Built:
         prefix = f"mok_{spec.name}_{spec.arch}"
         object_code = _export(compiled, prefix)
         done = time.perf_counter()
-    unchanged = source_hash(spec.factory) == first_sources
-    if not unchanged:
+    changed = _changed_sources(spec.factory)
+    if changed:
         warnings.warn(
-            "Kernel sources changed after this process first read them: the kernel may mix old and "
-            "new code and is not cached. Start a new process.",
+            f"Kernel sources changed after this process first read them ({', '.join(changed)}): the "
+            "kernel may mix old and new code and is not cached. Start a new process.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -438,14 +436,18 @@ def _compile(spec: KernelSpec) -> _Built:
         "dsl_import_s": imported - start,
     }
     files = {"kernel.o": object_code, "kernel.ptx": ptx.encode(), "kernel.cubin": cubin}
-    return _Built(meta, files, compiled, storable=unchanged)
+    return _Built(meta, files, compiled, storable=not changed)
 
 
-_source_hashes: dict[str, str] = {}
+# What each source was when this process first saw it: for our own kernels now, before any of them is
+# imported, so that an entry never holds older code than its key says. A factory elsewhere: at its first use.
+_first_digests: dict[str, str] = _file_digests()
 
 
-def _sources_at_start(factory: str) -> str:
-    return _source_hashes.setdefault(factory, source_hash(factory))
+def _changed_sources(factory: str) -> list[str]:
+    """Sources of a kernel that are no longer what this process first saw."""
+    now = _file_digests(factory)
+    return sorted(name for name, d in now.items() if _first_digests.setdefault(name, d) != d)
 
 
 def _instantiate(spec: KernelSpec) -> tuple[Any, Callable[..., Any]]:

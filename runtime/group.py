@@ -91,6 +91,30 @@ class Group:
         agree(rendezvous, "the size of the group", size)
         return Group(size, (rank,), rendezvous, device, timeout_s, process_group)
 
+    @staticmethod
+    def from_store(
+        store: Any,
+        rank: int,
+        size: int,
+        device: Any = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        name: str = "mok",
+    ) -> Group:
+        """One rank per process that reaches a torch.distributed store, without a process group.
+
+        Collective: every process calls it with its own rank, and groups of one store have different
+        names.
+
+        Raises:
+            GroupError: the processes name different sizes.
+            MokTimeoutError: some processes did not call it; they are named.
+        """
+        if not 0 <= rank < size:
+            raise GroupError(f"rank must be in 0…{size - 1}", rank)
+        rendezvous = StoreRendezvous(store, rank, size, f"{name}/{next(_made[name])}", timeout_s)
+        agree(rendezvous, "the size of the group", size)
+        return Group(size, (rank,), rendezvous, device, timeout_s)
+
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
         """The group of some of these ranks, numbered in the given order; None where not a member.
 

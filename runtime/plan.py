@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mok.config import Config, Shape, tile_rows
-from mok.errors import CapacityError, ShapeError
+from mok.errors import CapacityError, DtypeError, ShapeError
+from mok.kernels_cute.machine import machine_of
 from mok.kernels_cute.program import Counters, counter_layout
 from mok.kernels_cute.schedule.plan import SchedulePlan, schedule_plan
 
-ITEM_BYTES = {"bfloat16": 2, "int32": 4, "int16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "int32": 4, "int16": 2, "float32": 4, "uint8": 1}
+
+PRECISIONS = ("bf16", "mxfp8")
 
 Place = Literal["symmetric", "local", "schedule"]
 
@@ -47,6 +50,8 @@ class WorkspacePlan:
         counters: offsets of the counters, in int32 words.
         schedule: sizes of the schedule kernels' scratch.
         direct: rows are gathered in place (EP = 1, BF16): no ring for x, y for all rows.
+        scaled: MXFP8 where the MMA takes block scales: x and hidden are E4M3 with scales.
+        wire: x in the heap is quantised.
         ring: rows of the ring: the macrobatch, or less where no routing can fill it.
         y_rows: rows of y.
         buffers: everything that is allocated.
@@ -61,12 +66,21 @@ class WorkspacePlan:
     counters: Counters
     schedule: SchedulePlan
     direct: bool
+    scaled: bool
+    wire: bool
     ring: int
     y_rows: int
     buffers: tuple[Buffer, ...]
 
     def __iter__(self) -> Iterator[Buffer]:
         return iter(self.buffers)
+
+    @property
+    def ring_dtype(self) -> Any:
+        """torch dtype of the x ring."""
+        import torch
+
+        return torch.uint8 if self.scaled else torch.bfloat16
 
     def bytes_of(self, place: Place) -> int:
         """Bytes of one rank's buffers of a kind."""
@@ -89,7 +103,11 @@ class WorkspacePlan:
 
 
 def plan_workspace(
-    shape: Shape, config: Config, max_tokens: int, arch: str = "sm_90a"
+    shape: Shape,
+    config: Config,
+    max_tokens: int,
+    arch: str = "sm_90a",
+    precision: str = "bf16",
 ) -> WorkspacePlan:
     """Plan the workspace of any rank; virtual ranks share what is not per rank.
 
@@ -99,10 +117,12 @@ def plan_workspace(
     Args:
         shape: ``num_tokens`` is not used.
         max_tokens: the most tokens of any rank in any call, at least 1.
+        precision: of the routed experts, "bf16" or "mxfp8".
 
     Raises:
-        ShapeError: a limit is exceeded.
+        ShapeError: a limit is exceeded. DtypeError: no such precision.
     """
+    check_precision(precision, shape)
     if max_tokens < 1:
         raise ShapeError("max_tokens must be at least 1", max_tokens)
     ep, hidden, inner, topk = shape.ep_size, shape.hidden_size, shape.intermediate_size, shape.topk
@@ -118,7 +138,10 @@ def plan_workspace(
     max_blocks = capacity // tile
     shared_blocks = -(-max_tokens // tile) if shared else 0
     counters = counter_layout(max_minibatches, max_blocks, shared_blocks)
-    direct = ep == 1
+    direct = ep == 1 and precision == "bf16"
+    scaled = precision == "mxfp8" and machine_of(arch).scaled_stages > 0
+    wire = precision == "mxfp8" and config.mxfp8_wire
+    values = "uint8" if scaled else "bfloat16"
     y_rows = capacity if direct else ring
 
     buffers = [
@@ -128,21 +151,35 @@ def plan_workspace(
     ]
     if not direct:
         buffers += [
-            Buffer("x", (max_tokens, hidden), "bfloat16", "symmetric", "tokens, pulled by peers"),
+            Buffer(
+                "x",
+                (max_tokens, hidden),
+                "uint8" if wire else "bfloat16",
+                "symmetric",
+                "tokens, pulled by peers",
+            ),
             Buffer(
                 "slots", (max_tokens * topk, hidden), "bfloat16", "symmetric", "results, from peers"
             ),
-            Buffer("x_ring", (ring, hidden), "bfloat16", "local", "dispatched rows"),
+            Buffer("x_ring", (ring, hidden), values, "local", "dispatched rows"),
+        ]
+    if wire:
+        buffers.append(
+            Buffer("x_wire_scales", (max_tokens, hidden // 32), "uint8", "symmetric", "of x")
+        )
+    if scaled:
+        buffers += [
+            Buffer("x_scales", (ring * hidden // 32,), "uint8", "local", "of x_ring, in tiles"),
+            Buffer("hidden_scales", (ring * inner // 32,), "uint8", "local", "of hidden"),
         ]
     buffers += [
-        Buffer("hidden", (ring, inner), "bfloat16", "local", "SwiGLU of gate and up"),
+        Buffer("hidden", (ring, inner), values, "local", "SwiGLU of gate and up"),
         Buffer("y", (y_rows, hidden), "bfloat16", "local", "expert results by row"),
         Buffer("counter_words", (counters.size,), "int32", "local", "tickets and arrivals"),
     ]
     if shared:
         buffers += [
             Buffer("shared_hidden", (max_tokens, shared), "bfloat16", "local", "shared expert"),
-            Buffer("shared_y", (max_tokens, hidden), "bfloat16", "local", "shared expert's result"),
         ]
     buffers += [
         Buffer("counts", (schedule.counts_bytes // 4,), "int32", "local", "schedule scratch"),
@@ -161,10 +198,29 @@ def plan_workspace(
         counters=counters,
         schedule=schedule,
         direct=direct,
+        scaled=scaled,
+        wire=wire,
         ring=ring,
         y_rows=y_rows,
         buffers=tuple(buffers),
     )
+
+
+def check_precision(precision: str, shape: Shape) -> None:
+    """Refuse an unknown precision, and sizes that MXFP8 cannot have.
+
+    Raises:
+        DtypeError, ShapeError.
+    """
+    if precision not in PRECISIONS:
+        raise DtypeError("precision must be bf16 or mxfp8", repr(precision))
+    for name, size in (("H", shape.hidden_size), ("I", shape.intermediate_size)):
+        if precision == "mxfp8" and size % 128:
+            raise ShapeError(
+                f"{name} must be a multiple of 128 for MXFP8: scales come in tiles of 128",
+                size,
+                "Use precision bf16, or pad the weights with zeros",
+            )
 
 
 def schedule_buffers(

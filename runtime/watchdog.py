@@ -18,6 +18,8 @@ from mok.kernels_cute.schedule.plan import (
 )
 from mok.runtime.memory import Memory
 
+_STATE = records.BARRIER + records.BARRIER_STATE
+
 
 class Records:
     """The error words of this process' ranks.
@@ -33,6 +35,7 @@ class Records:
         self.local_ranks = tuple(local_ranks)
         self._memory = memory
         self._words = records.record_words(size)
+        self._starts = range(0, self._words * len(self.local_ranks), self._words)
         self._bytes = 4 * self._words * len(self.local_ranks)
         self._start = memory.pin(self._bytes)
         self._view = (ctypes.c_int32 * (self._words * len(self.local_ranks))).from_address(
@@ -67,21 +70,16 @@ class Records:
 
     def any(self) -> bool:
         """Whether anything was noted. Cheap enough for every call."""
-        view, words = self._view, self._words
+        view = self._view
         return any(
-            view[i + records.WAIT]
-            or view[i + records.ROUTE]
-            or view[i + records.BARRIER + records.BARRIER_STATE]
-            for i in range(0, words * len(self.local_ranks), words)
+            view[i + records.WAIT] or view[i + records.ROUTE] or view[i + _STATE]
+            for i in self._starts
         )
 
     def broken(self) -> bool:
         """Whether a wait expired or the group was poisoned: no further call can succeed."""
-        view, words = self._view, self._words
-        return any(
-            view[i + records.WAIT] or view[i + records.BARRIER + records.BARRIER_STATE]
-            for i in range(0, words * len(self.local_ranks), words)
-        )
+        view = self._view
+        return any(view[i + records.WAIT] or view[i + _STATE] for i in self._starts)
 
     def clear(self) -> None:
         """Forget what was noted (bad ids are forgivable; a poisoned group stays poisoned)."""
@@ -115,10 +113,13 @@ class Records:
                 return _barrier_error(rank, words, self.size)
         for rank, words in barriers.items():
             if words[records.BARRIER_STATE] == records.POISONED:
+                who, missing = records.poisoner(words[records.BARRIER_POISONER])
+                waited = f" waiting for rank {missing}" if missing >= 0 else ""
+                rows = _missing(rank, words, self.size)
                 return GroupError(
                     "A group works until one of its ranks gives up waiting",
-                    f"rank {words[records.BARRIER_POISONER] - 1} gave up; rank {rank} stopped at "
-                    f"barrier {words[records.BARRIER_EPOCH]}",
+                    f"rank {who} gave up{waited}; rank {rank} stopped at barrier "
+                    f"{words[records.BARRIER_EPOCH]}" + (f"\n{table(rows)}\n" if rows else ""),
                     "See that rank's error for who was missing, then close this group and build a "
                     "new one.",
                 )
@@ -133,6 +134,7 @@ class Records:
         if not self.closed:
             self.closed = True
             self._view = (ctypes.c_int32 * 0)()
+            self._starts = range(0)
             self._memory.unpin(self._start, self._bytes)
 
 
@@ -176,21 +178,25 @@ def _wait_error(waits: dict[int, list[int]]) -> MokTimeoutError:
     )
 
 
-def _barrier_error(rank: int, words: list[int], size: int) -> MokTimeoutError:
-    epoch = words[records.BARRIER_EPOCH]
+def _missing(rank: int, words: list[int], size: int) -> list[list[object]]:
+    """The table of the ranks that had not come to this rank's barrier; empty if none is known."""
     rows: list[list[object]] = [["rank", "waited for", "last came to", "awaited"]]
-    missing = []
     for other in range(size):
-        seen = words[records.BARRIER_MISSING + other]
+        seen, epoch = words[records.BARRIER_MISSING + other], words[records.BARRIER_EPOCH]
         if seen:
-            missing.append(other)
             rows.append(
                 [f"rank {rank}", f"rank {other}", f"barrier {seen - 1}", f"barrier {epoch}"]
             )
-    names = ", ".join(f"rank {r}" for r in missing) or "a signal"
+    return rows if len(rows) > 1 else []
+
+
+def _barrier_error(rank: int, words: list[int], size: int) -> MokTimeoutError:
+    rows = _missing(rank, words, size)
+    names = ", ".join(str(row[1]) for row in rows[1:])
+    found = f"{names} did not\n{table(rows)}\n" if rows else "a signal did not come"
     return MokTimeoutError(
         "Every rank must come to the device barrier within the time limit",
-        f"{names} did not\n{table(rows)}\n" if missing else f"{names} did not come",
+        found,
         "See whether that process runs, failed earlier, or makes other calls; then close this "
         "group and build a new one.",
     )

@@ -8,6 +8,8 @@ local scratch; symmetric memory and schedules are one per rank.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -111,13 +113,14 @@ class Workspace:
         max_tokens: the most tokens of any rank in any call.
         device: torch device; by default the group's, else the current one.
         arch: what kernels are compiled for; by default the device's.
+        precision: of the routed experts, "bf16" or "mxfp8".
         memory: "cuda", or "host" for the emulator.
 
     Attributes, beyond the arguments (all contiguous; None where the plan has no such buffer):
         sizes: the plan, with ``capacity``, ``y_rows`` and the counters' layout.
         heap: symmetric memory; ``heap.stride`` is the kernels' rank_stride.
         ids, num_tokens, x, slots: SymmetricTensor; ``.base_address`` is rank 0's, as kernels want.
-        x_ring, hidden, y, shared_hidden, shared_y, counter_words, counts, totals, local_ids,
+        x_ring, hidden, y, shared_hidden, counter_words, counts, totals, local_ids,
             rank_starts: torch tensors.
         schedules: {rank: ScheduleBuffers} of this process' ranks.
         records: error words; ``records.wait_address(rank)`` and so on go to kernels.
@@ -132,12 +135,14 @@ class Workspace:
     ids: SymmetricTensor
     num_tokens: SymmetricTensor
     x: SymmetricTensor | None
+    x_wire_scales: SymmetricTensor | None
     slots: SymmetricTensor | None
     x_ring: torch.Tensor | None
+    x_scales: torch.Tensor | None
+    hidden_scales: torch.Tensor | None
     hidden: torch.Tensor
     y: torch.Tensor
     shared_hidden: torch.Tensor | None
-    shared_y: torch.Tensor | None
     counts: torch.Tensor
     totals: torch.Tensor
     local_ids: torch.Tensor
@@ -152,6 +157,7 @@ class Workspace:
         device: Any = None,
         arch: str | None = None,
         memory: Literal["cuda", "host"] = "cuda",
+        precision: str = "bf16",
     ) -> None:
         if shape.ep_size != group.size:
             raise GroupError(
@@ -163,19 +169,28 @@ class Workspace:
         self.max_tokens = max_tokens
         self.device = _device(device if device is not None else group.device, memory)
         self.arch = arch or _arch(self.device)
+        self.precision = precision
         self.closed = False
         self.call = 0
         self._backward: BackwardBuffers | None = None
         self.recorder = Recorder(self)  # of calls with Config(trace=True)
         self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
-        self.sizes = plan_workspace(shape, config, max_tokens, self.arch)
+        self.sizes = plan_workspace(shape, config, max_tokens, self.arch, precision)
         sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.topk]
         sizes += [shape.shared_intermediate_size or 0, max_tokens]
         agree(
             group.rendezvous,
-            "the workspace's sizes (H, I, E, K, shared I, max_tokens, minibatch, macrobatch, arch)",
-            [*sizes, config.minibatch_size, config.macrobatch_size, self.arch],
+            "the workspace's sizes (H, I, E, K, shared I, max_tokens, minibatch, macrobatch, arch, "
+            "precision, wire)",
+            [
+                *sizes,
+                config.minibatch_size,
+                config.macrobatch_size,
+                self.arch,
+                precision,
+                self.sizes.wire,
+            ],
         )
         with contextlib.ExitStack() as undo:
             self._allocate(memory, undo)
@@ -190,7 +205,10 @@ class Workspace:
         self.records = Records(self.heap.memory, group.size, group.local_ranks)
         undo.callback(self.records.close)
         self.barrier = Barrier(self.heap, self.records, self.arch, self.config.timeout_s)
-        for name in ("x", "slots", "x_ring", "shared_hidden", "shared_y"):
+        absent = (
+            "x", "x_wire_scales", "slots", "x_ring", "x_scales", "hidden_scales", "shared_hidden"
+        )  # fmt: skip
+        for name in absent:
             setattr(self, name, None)
         with together(group.rendezvous, "Making the workspace"):
             self._fill_in()
@@ -224,6 +242,33 @@ class Workspace:
         # At least one element, so that every address is valid.
         shape: Sequence[int] = buffer.shape if 0 not in buffer.shape else (1,)
         return torch.empty(tuple(shape), dtype=getattr(torch, buffer.dtype), device=self.device)
+
+    def fit(self, intermediate_size: int, shared_intermediate_size: int | None) -> None:
+        """Take experts of other widths from now on (not collective: only local memory depends on them).
+
+        Raises:
+            ShapeError, CapacityError: as for a new workspace; nothing has changed then.
+        """
+        widths = (self.shape.intermediate_size, self.shape.shared_intermediate_size)
+        if widths == (intermediate_size, shared_intermediate_size):
+            return
+        shape = dataclasses.replace(
+            self.shape,
+            intermediate_size=intermediate_size,
+            shared_intermediate_size=shared_intermediate_size,
+        )
+        sizes = plan_workspace(shape, self.config, self.max_tokens, self.arch)
+        before = {b.name: b for b in self.sizes if b.place == "local"}
+        made = {
+            b.name: self._empty(b) for b in sizes if b.place == "local" and before.get(b.name) != b
+        }
+        for name in before:
+            if all(b.name != name for b in sizes):
+                setattr(self, name, None)
+        for name, tensor in made.items():
+            setattr(self, name, tensor)
+        self.counter_words.zero_()
+        self.shape, self.sizes = shape, sizes
 
     def new_schedule(self, rank: int) -> ScheduleBuffers:
         """Buffers for a schedule that must outlive the next call, as training needs."""
@@ -269,6 +314,13 @@ class Workspace:
     def timeout_ns(self) -> int:
         """The time limit of every wait, as kernels want it."""
         return int(self.config.timeout_s * 1e9)
+
+    @functools.cached_property
+    def num_sms(self) -> int:
+        """SMs of the GPU."""
+        from mok.runtime.device import device_info
+
+        return device_info(self.device).num_sms
 
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse a call with more tokens than this workspace was made for."""
@@ -380,6 +432,7 @@ def get_workspace(
     device: Any = None,
     arch: str | None = None,
     memory: Literal["cuda", "host"] = "cuda",
+    precision: str = "bf16",
 ) -> Workspace:
     """A workspace for these sizes, made at the first call and shared by all later ones.
 
@@ -397,10 +450,11 @@ def get_workspace(
         config,
         max_tokens,
         arch,
+        precision,
     )
     found = _cache.get(key)
     if found is None or found.closed or found.group is not group:
-        found = Workspace(group, shape, config, max_tokens, where, arch, memory)
+        found = Workspace(group, shape, config, max_tokens, where, arch, memory, precision)
         _cache[key] = found
     return found
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from mok import kernels
 from mok.config import Shape
 from mok.kernels_cute import program
 from mok.kernels_cute.backward import operands
@@ -23,22 +25,26 @@ from mok.kernels_cute.machine import machine_of
 from mok.kernels_cute.router_grad import router_grad_ctas
 from mok.reference import Case, Experts, Gradients, RankSchedule, schedule_reference
 from mok.runtime.compile import KernelSpec, get_kernel
-from mok.runtime.launch import launch
-from tests.helpers import KERNELS, address, arch_of, kernel, run_token_sum, stream_of
+from mok.runtime.launch import active_emulator, launch
+from tests.helpers import address, arch_of, kernel, run_token_sum, stream_of
 
+SCALES = ("gate_scales", "up_scales", "down_scales", "x_scales", "hidden_scales")  # of MXFP8
 TIMEOUT_NS = 30_000_000_000
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def call(name: str, device: torch.device, config: dict, **arguments) -> None:
-    """Launch a kernel of ``KERNELS``, its arguments by name; tensors stand for their addresses."""
-    module, _, cls = KERNELS[name].partition(":")
+def call(spec: KernelSpec, device: torch.device, **arguments) -> None:
+    """Launch a kernel, its arguments by name; tensors stand for their addresses."""
+    module, _, cls = spec.factory.rpartition(":")
     host = getattr(importlib.import_module(module), cls).__call__
     names = list(inspect.signature(host).parameters)[1:-1]
     assert set(arguments) == set(names), set(arguments) ^ set(names)
     values = [arguments[n] for n in names]
+    emulator = active_emulator()
+    if emulator is not None:
+        emulator.register(*(v for v in values if isinstance(v, Tensor)))
     launch(
-        get_kernel(KernelSpec(name, config["arch"], KERNELS[name], tuple(config.items()))),
+        get_kernel(spec),
         *(address(v) if isinstance(v, Tensor) else v for v in values),
         stream_of(device),
     )
@@ -75,7 +81,10 @@ class BackwardRun:
         **config,
     ):
         self.arch = arch or arch_of(case.x.device)
-        self.config = config
+        spec = kernels.backward_spec(self.arch, direct, grad_mode)
+        if config:
+            spec = replace(spec, config=tuple(sorted({**dict(spec.config), **config}.items())))
+        self.spec = spec
         self.tile = backward_tile(machine_of(self.arch), config.get("group_m"))
         self.case, self.device, self.direct = case, case.x.device, direct
         self.lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
@@ -131,12 +140,23 @@ class BackwardRun:
 
     def run(self) -> Gradients:
         """Forward on every rank, then backward on every rank, then the sums."""
-        ranks = [_Rank(self, r) for r in range(self.ep_size)]
-        for rank in ranks:
+        self.launch()
+        return self.sums()
+
+    def launch(self) -> None:
+        """Forward and backward kernels of every rank. An emulator is told of the memory they may use."""
+        emulator = active_emulator()
+        if emulator is not None:
+            emulator.register(self.heap, self.record)
+        self.ranks = [_Rank(self, r) for r in range(self.ep_size)]
+        for rank in self.ranks:
             rank.forward()
-        for rank in ranks:
+        for rank in self.ranks:
             rank.backward()
-        done = [rank.finish() for rank in ranks]
+
+    def sums(self) -> Gradients:
+        """What the kernels after backward make of it."""
+        done = [rank.finish() for rank in self.ranks]
         assert not self.record.any(), self.record.tolist()
 
         def together(experts: Sequence[Experts]) -> Experts:
@@ -275,9 +295,8 @@ class _Rank:
         shared_i = max(run.shared_i, 64)
         self.y = run.full(self.rows, run.hidden)
         call(
-            "forward",
+            kernels.forward_spec(run.arch, run.direct, save_context=True),
             run.device,
-            {"arch": run.arch, "direct": run.direct, "save_context": True},
             x=run.views["x"][self.rank],
             x_ring=self.saved_x,
             hidden=self.kept(run.full(run.macrobatch, run.intermediate)),
@@ -287,6 +306,7 @@ class _Rank:
             x_heap=run.at["x"],
             slots_heap=run.at["slots"],
             counters=self.kept(run.words(layout.size)),
+            **dict.fromkeys(SCALES, 0),
             hidden_size=run.hidden,
             y_rows=self.rows,
             **self.weights,
@@ -305,9 +325,8 @@ class _Rank:
             "counts": run.words(2, value=-1),
         }
         call(
-            "plan",
+            kernels.plan_spec(run.arch),
             run.device,
-            {"arch": run.arch},
             num_rows=self.num_rows,
             expert_offset=self.expert_offset,
             block_expert=self.rows_of["block_expert"],
@@ -344,14 +363,8 @@ class _Rank:
         self.keep.append(scratch)
         heap = {"x_heap": "x", "dy_heap": "dy", "weight_heap": "w", "dx_heap": "dx"}
         call(
-            "backward",
+            run.spec,
             run.device,
-            {
-                "arch": run.arch,
-                "direct": run.direct,
-                "grad_mode": run.grad_mode,
-                **run.config,
-            },
             x=run.views["x"][self.rank],
             dy=run.views["dy"][self.rank],
             router_weights=self.router_weights,

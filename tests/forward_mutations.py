@@ -27,13 +27,13 @@ from mok.tools.emulator.mutations import INVISIBLE, Mutation, mutations
 from tests.forward_runs import ForwardRun, emulated, forward_kernel
 
 ARCH = "sm_100a"
-SEEDS = range(20)
+SEEDS = (None, *range(19))  # the plain machine first: it takes a third of the time
 # Normal runs take less than a million warp instructions.
 MAX_STEPS = 5_000_000
-# Even seeds: four blocks of few rows on rank 0, whose ring holds one, so that it wraps four times. Odd
-# ones: four blocks with rows in both halves of the pair's tile, a ring of two, another launch.
+# Plain and even seeds: three blocks of few rows on rank 0, whose ring holds one. Odd ones: four blocks with
+# rows in both halves of the pair's tile, a ring of two, another launch.
 CASES = (
-    (Shape(16, 128, 64, 8, 2, shared_intermediate_size=64), {"macrobatch": 256, "grid": 16}),
+    (Shape(16, 128, 64, 6, 2, shared_intermediate_size=64), {"macrobatch": 256, "grid": 16}),
     (Shape(440, 64, 128, 4, 2, shared_intermediate_size=64), {"macrobatch": 512, "grid": 12}),
 )
 BUILDS = {
@@ -65,18 +65,18 @@ def name_of(mutation: Mutation, ptx: str) -> str:
 
 
 def results(
-    build: str, rewrite: Callable[[str], str] | None, seed: int
+    build: str, rewrite: Callable[[str], str] | None, seed: int | None
 ) -> tuple[list[torch.Tensor], set[int]]:
     """What rank 0's kernel leaves behind, and the PTX lines it ran.
 
     Raises:
         EmulatorError: a checker's report.
     """
-    which = seed % len(CASES)
+    which = (seed or 0) % len(CASES)
     options: dict[str, Any] = dict(
         ChainMap(BUILDS[build][which], BUILDS[build][0], CASES[which][1])
     )
-    with emulated(ARCH, options["num_sms"], seed) as emu:
+    with emulated(ARCH, options["num_sms"], seed, check=True) as emu:
         emu.rewrite, emu.max_steps = rewrite, MAX_STEPS
         run = ForwardRun(random_case(CASES[which][0]), ARCH, minibatch=256, **options)
         run.launch(0, emu.register)
@@ -87,10 +87,10 @@ def results(
 
 
 def judge(
-    build: str, mutation: Mutation, expected: Sequence[list[torch.Tensor]]
+    build: str, mutation: Mutation, expected: Sequence[list[torch.Tensor]], seeds: Sequence
 ) -> dict[str, object]:
     """Try a mutation with each seed until someone notices."""
-    for seed in SEEDS:
+    for seed in seeds:
         try:
             found, _ = results(build, mutation.apply, seed)
         except EmulatorError as error:
@@ -98,40 +98,45 @@ def judge(
         finally:  # texts are kept by what they hold, and each mutation is a new one
             emulator._PROGRAMS.clear()
             emulator._PARSED.clear()
-        if not all(
-            torch.equal(a, b) for a, b in zip(found, expected[seed % len(CASES)], strict=True)
-        ):
+        wanted = expected[(seed or 0) % len(CASES)]
+        if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
             return {"result": "wrong", "seed": seed, "detail": ""}
-    return {"result": "survived", "seed": None, "detail": ""}
+    return {"result": "survived", "seed": seeds[-1], "detail": ""}
+
+
+def read(target: Path) -> dict[str, dict]:
+    """The last word on each mutation of a file."""
+    lines = target.read_text().splitlines() if target.exists() else []
+    return {entry["name"]: entry for entry in map(json.loads, lines)}
 
 
 def main(build: str, target: Path) -> None:
     ptx = kernel_ptx(build)
     digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
-    done = set()
-    if target.exists():
-        done = {json.loads(line)["name"] for line in target.read_text().splitlines()}
     expected, lines = [], set()
     for seed in range(2 * len(CASES)):
         found, seen = results(build, None, seed)
         expected.append(found)
         lines |= seen
-    for mutation in all_mutations(ptx):
-        name = name_of(mutation, ptx)
-        if name in done:
-            continue
-        begin = time.perf_counter()
-        if mutation.line not in lines:
-            outcome = {"result": "not run", "seed": None, "detail": ""}
-        elif mutation.kind in INVISIBLE:
-            outcome = {"result": "invisible", "seed": None, "detail": INVISIBLE[mutation.kind]}
-        else:
-            outcome = judge(build, mutation, expected)
-        outcome |= {"name": name, "ptx": digest, "line": mutation.line}
-        outcome["seconds"] = round(time.perf_counter() - begin, 1)
-        with target.open("a") as file:
-            file.write(json.dumps(outcome) + "\n")
-        print(name, outcome, flush=True)
+    named = {name_of(mutation, ptx): mutation for mutation in all_mutations(ptx)}
+    # First all of them on the plain machine, then the adversarial ones for what is left.
+    for seeds in (SEEDS[:1], SEEDS[1:]):
+        done = read(target)
+        for name, mutation in named.items():
+            last = done.get(name)
+            if last and (last["result"] != "survived" or last["seed"] == seeds[-1]):
+                continue
+            begin = time.perf_counter()
+            outcome: dict[str, object] = {"name": name, "line": mutation.line, "ptx": digest}
+            if mutation.kind in INVISIBLE:
+                outcome |= {"result": "invisible", "seed": None, "detail": INVISIBLE[mutation.kind]}
+            elif mutation.line not in lines:
+                outcome |= {"result": "not run", "seed": None, "detail": ""}
+            else:
+                outcome |= judge(build, mutation, expected, seeds)
+            outcome["seconds"] = round(time.perf_counter() - begin, 1)
+            with target.open("a") as file:
+                file.write(json.dumps(outcome) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ def forward_kernel(arch: str, **config) -> Kernel:
 
 
 @contextlib.contextmanager
-def emulated(arch: str, num_sms: int, seed: int | None = None) -> Iterator:
+def emulated(arch: str, num_sms: int, seed: int | None = None, **options) -> Iterator:
     """An emulated GPU; kernels launched inside run on CPU tensors."""
     from mok.tools.emulator import Emulator
 
-    with Emulator(arch, num_sms=num_sms, seed=seed) as emulator:
+    with Emulator(arch, num_sms=num_sms, seed=seed, **options) as emulator:
         yield emulator
 
 
@@ -66,6 +66,7 @@ class ForwardRun:
         num_sms: int = 8,
         device: torch.device | str = "cpu",
         mxfp8: bool = False,
+        wire: bool = False,
         **config,
     ):
         self.case, self.arch, self.device = case, arch, torch.device(device)
@@ -73,6 +74,8 @@ class ForwardRun:
         self.mxfp8 = mxfp8
         self.scaled = mxfp8 and arch != "sm_90a"  # the MMA takes E4M3 and scales
         config["mxfp8"] = mxfp8
+        if wire:
+            config["wire"] = True
         self.lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
         self.minibatch, self.macrobatch = minibatch, macrobatch
         self.grid, self.num_comm_ctas, self.ep_size = grid, num_comm_ctas, ep_size
@@ -91,8 +94,18 @@ class ForwardRun:
         self.heap = torch.full(
             (ep_size * self.stride,), torch.nan, dtype=torch.bfloat16, device=device
         )
+        self.x_of: list[Tensor] = []
         for r, x in enumerate(case.x.split(self.lengths)):
-            self.heap[r * self.stride :][: x.numel()] = x.reshape(-1)
+            part = self.heap[r * self.stride :]
+            if not wire:
+                part[: x.numel()] = x.reshape(-1)
+            elif x.numel():
+                # E4M3 in the first half of the place of x, its plain scales behind them.
+                q = quantise(x)
+                part[: x.numel() // 2] = q.data.view(torch.bfloat16).reshape(-1)
+                scales = q.scales.view(torch.uint8).reshape(-1).view(torch.bfloat16)
+                part[self.slots_at // 2 :][: len(scales)] = scales
+            self.x_of.append(x)
         self.record = torch.zeros(16, dtype=torch.int32, device=device)
         self.gate = 0
         self.saved: list[dict[str, Tensor]] = []
@@ -119,7 +132,7 @@ class ForwardRun:
         layout = counter_layout(minibatches, blocks, -(-tokens // self.tile))
         words = lambda size: torch.zeros(max(size, 1), dtype=torch.int32, device=self.device)  # noqa: E731
         x = self.empty(tokens, hidden)
-        x[:tokens] = self.heap[rank * self.stride :][: tokens * hidden].view(tokens, hidden)
+        x[:tokens] = self.x_of[rank]
         b = {
             "x_ring": self.empty(self.macrobatch, hidden),
             "hidden": self.empty(self.macrobatch, intermediate),
@@ -178,6 +191,7 @@ class ForwardRun:
             *(b[n].data_ptr() for n in ("gate", "up", "shared_gate", "shared_up")),
             *(t.data_ptr() for t in scales),
             self.heap.data_ptr(),
+            self.heap.data_ptr() + self.slots_at,  # half of x's place: see the constructor
             self.heap.data_ptr() + 2 * self.slots_at,
             2 * self.stride,
             b["counters"].data_ptr(),

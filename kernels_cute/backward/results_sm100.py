@@ -82,10 +82,11 @@ class Results(Invariant):
                         packed[2].append(ptx.pack_bf16(pair[0].weighted, pair[1].weighted))
                     for values, target in zip(packed, targets, strict=True):
                         staging.write_8(values, target, worker.row, 4 * piece + eight)
-            staging.hand_over(stores, chunk, second, third)
-            chunk, chunk_phase = advance(third, third_phase, stages)
+            # Before the hand-over, so that whoever waits for the task's counter sees the partial, too.
             column = entry.n * kernel.chunks + c
             kernel.store_partial(ctx, routed, partial_row, groups, column, part)
+            staging.hand_over(stores, chunk, second, third)
+            chunk, chunk_phase = advance(third, third_phase, stages)
         at, phase = main.give_back(worker, shared.bars, at, phase)
         return at, phase, chunk, chunk_phase
 

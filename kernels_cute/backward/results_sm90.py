@@ -80,16 +80,17 @@ class Results(Invariant):
                 ptx.stmatrix_x4(sA_at + at, *d_gates)
                 ptx.stmatrix_x4(sB_at + at, *d_ups)
                 ptx.stmatrix_x4(sB_at + main.a_bytes + at, *weighted)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(bars.written + stage)
-            stage, phase = advance(stage, phase, main.stages)
+            # Before the hand-over, so that whoever waits for the task's counter sees the partials, too.
             column = entry.n * kernel.chunks + c
             for half in cutlass.range_constexpr(2):
                 part = add_butterfly(parts[half], 4)
                 if lane % 4 == 0:
                     kernel.store_partial(ctx, routed, partial_row + 8 * half, groups, column, part)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars.written + stage)
+            stage, phase = advance(stage, phase, main.stages)
         return stage, phase, chunk, chunk_phase
 
     @cute.jit

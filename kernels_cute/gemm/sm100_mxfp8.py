@@ -40,10 +40,11 @@ SCALE_ELEMENTS = mxfp8.TILE_BYTES // 2  # of a tile, as BF16
 # PTX ISA, "Instruction descriptor", kind mxf8f6f4: N/8 from bit 17, E8M0 scales bit 23, M/128 from bit 27;
 # E4M3 operands, K-major, are zeros. Which byte of the scales: A from bit 29, B from bit 4.
 INSTRUCTION = (256 // 8) << 17 | 1 << 23 | (256 // 128) << 27
-# "Shared memory descriptor": address/16; stride between groups of 8 rows/16 from bit 32; version 1 at
-# bit 46; from bit 61 swizzle, 2 for 128 bytes, 0 for none. The leading offset is not used here.
+# "Shared memory descriptor": address/16; a leading offset that nothing here uses from bit 16; stride
+# between groups of 8 rows/16 from bit 32; version 1 at bit 46; from bit 61 swizzle, 2 for 128 bytes.
+# ``tests/kernels_cute/test_sm100_mxfp8.py`` compares all three with what the DSL's own MMA makes.
 OPERAND = 1 << 16 | (1024 // 16) << 32 | 1 << 46 | 2 << 61
-SCALE = (128 // 16) << 32 | 1 << 46
+SCALE = 1 << 16 | (128 // 16) << 32 | 1 << 46
 
 
 class Worker(sm100.Worker):
@@ -202,8 +203,8 @@ class Mainloop(sm100.Mainloop):
                         descriptor(OPERAND, sA + stage * self.a_bytes + at),
                         descriptor(OPERAND, sB + stage * self.b_bytes + at),
                         Int32(INSTRUCTION | block << 29 | block << 4),
-                        scales_a,
-                        scales_b,
+                        scales_a + byte_of(block),
+                        scales_b + byte_of(block),
                         accumulate,
                     )
                 tcgen05.commit(bars.empty + stage, BOTH, TWO)
@@ -239,25 +240,40 @@ class Mainloop(sm100.Mainloop):
             ptx_sm100.cluster_arrive(empty)
         return phase, phase
 
-    def columns(self, worker: Worker, place: Int32, *first: int) -> list[list[Float32]]:
-        """32 accumulator columns of this lane's row from each of ``first`` on; shared ones as kept."""
+    def columns(
+        self, worker: Worker, place: Int32, *first: int | Int32, width: int = 32
+    ) -> list[list[Float32]]:
+        """``width`` (16 or 32) accumulator columns of this lane's row from each of ``first`` on.
+
+        A ``first`` known at run time only is a multiple of 32. The shared columns come as kept: those are
+        the last 16 of place 0, the first of place 1.
+        """
         base = worker.tmem + place * PLACE
-        plain = [at for at in first if at not in (0, 256 - 32)]
-        loaded = (
-            dict(zip(plain, ptx_sm100.tmem_load(*[base + at for at in plain]))) if plain else {}
-        )
-        odd = place == 1
+        addresses, kept = [], []
         for at in first:
-            if at in loaded:
-                continue
-            # Half of these columns is shared at one place. There the load goes to the other half again.
-            own, other = (16, 0) if at == 0 else (0, 16)
-            kept_here = odd if at == 0 else place == 0
-            safe = base + at + select(kept_here, Int32(own), Int32(other))
-            mine, rest = ptx_sm100.tmem_load(base + at + own, safe, width=16)
-            rest = [select_f32(kept_here, worker.kept[i], rest[i]) for i in range(16)]
-            loaded[at] = rest + mine if at == 0 else mine + rest
-        return [loaded[at] for at in first]
+            for step in range(0, width, SHARED):
+                # Where these 16 are the shared ones, the load goes to their neighbours: another task may
+                # be writing them by now.
+                part, shared, aside = at + step, None, 0
+                if isinstance(at, int):
+                    if part in (0, PLACE):
+                        shared, aside = place == (1 if part == 0 else 0), (1 if part == 0 else -1)
+                elif step == 0:
+                    shared, aside = (part == 0) & (place == 1), 1
+                else:
+                    shared, aside = (part == PLACE) & (place == 0), -1
+                address = base + part
+                if shared is not None:
+                    address = address + select(shared, Int32(aside * SHARED), Int32(0))
+                addresses.append(address)
+                kept.append(shared)
+        values = []
+        for loaded, shared in zip(ptx_sm100.tmem_load(*addresses, width=SHARED), kept):
+            if shared is not None:
+                pairs = zip(loaded, range(SHARED))
+                loaded = [select_f32(shared, worker.kept[i], value) for value, i in pairs]
+            values += loaded
+        return [values[i : i + width] for i in range(0, len(values), width)]
 
     @cute.jit
     def give_back(
@@ -265,6 +281,11 @@ class Mainloop(sm100.Mainloop):
     ) -> tuple[Int32, Int32]:
         """The epilogue has read the accumulator. Returns the next place and phase."""
         return phase ^ 1, phase ^ 1
+
+
+def byte_of(block: int) -> int:
+    """The byte of a column as the two highest bits of its address, as a signed number."""
+    return (block << 30) - ((block >> 1) << 32)
 
 
 def descriptor(fields: int, address: Int32) -> Int64:

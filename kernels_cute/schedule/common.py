@@ -10,7 +10,7 @@ range of steps, the work of one CTA; inside a chunk each stream is a run of cons
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from mok.kernels_cute.schedule.plan import STREAMS
+from mok.kernels_cute.schedule.plan import RECORD_WORDS, STREAMS
 
 
 @cute.jit
@@ -73,10 +73,10 @@ def find_segment(starts: cute.Pointer, count: Int32, position: Int32) -> Int32:
 def record_error(
     record_addr: Int64, code: int, rank: Int32, token: Int32, k: Int32, value: Int64, limit: Int32
 ):
-    """Fill the error record if it is still free."""
+    """Fill the error record if it is still free; its first word last, as the host may look at any time."""
     record = words(record_addr)
     previous = cute.arch.atomic_cas(
-        record, cmp=Int32(0), val=Int32(code), sem="relaxed", scope="gpu"
+        record + (RECORD_WORDS - 1), cmp=Int32(0), val=Int32(1), sem="relaxed", scope="gpu"
     )
     if previous == 0:
         record[1] = rank
@@ -85,3 +85,4 @@ def record_error(
         record[4] = Int32(value)
         record[5] = Int32(value >> 32)
         record[6] = limit
+        cute.arch.store(record, Int32(code), sem="release", scope="sys")

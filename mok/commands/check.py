@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 NAME = "check"
 HELP = "check results against the oracle"
 
-WHAT = ("forward", "all")
+MXFP8_ON_HOPPER = " MXFP8 on Hopper gives the same numbers as on Blackwell, not speed."
+WHAT = ("forward", "backward", "bits", "mxfp8", "all")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,25 +31,63 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     import torch
 
+    from mok import processes
     from mok.backends import choose_backend
-    from mok.commands.check_cases import forward_cases
+    from mok.commands import check_training
+    from mok.commands.check_cases import forward_cases, mxfp8_cases, on_processes
 
     backend = choose_backend(args.arch, args.emulate)
+    ranks = processes.group()
     backend.announce(progress.out)
     if not backend.on_gpu:
         torch.set_num_threads(1)  # small matrices: threads cost more than they give
     cases = []
     with progress.status("Checking …") as status:
-        for case in forward_cases(backend, args.model, args.quick):
-            status.update(f"Checking {case.name} …")
-            cases.append(run_case(case, backend))
-    return {"backend": backend.name, "note": backend.note, "cases": cases}
+        if ranks is not None:
+            processes.require_kernel(backend.kind, backend.note)
+        checks: dict[str, tuple[Any, Any]] = {
+            "forward": (forward_cases, run_case),
+            "backward": (check_training.backward_cases, check_training.run_backward_case),
+            "bits": (check_training.bits_cases, check_training.run_bits_case),
+            "mxfp8": (mxfp8_cases, run_case),
+        }
+        for what, (make, check) in checks.items():
+            if args.what not in (what, "all"):
+                continue
+            chosen = make(backend, args.model, args.quick)
+            if ranks is not None and what in ("backward", "bits"):
+                continue  # these run on virtual ranks
+            if ranks is not None:
+                chosen = on_processes(chosen, ranks.size)
+            for case in chosen:
+                status.update(f"Checking {what}, {case.name} …")
+                cases += check(case, backend)
+    size = 1 if ranks is None else ranks.size
+    note = backend.note
+    if args.what in ("mxfp8", "all") and backend.arch == "sm_90a":
+        note += MXFP8_ON_HOPPER
+    return {
+        "backend": backend.name,
+        "note": note,
+        "what": args.what,
+        "processes": size,
+        "cases": cases,
+    }
 
 
-def run_case(case: CheckCase, backend: Backend) -> dict[str, Any]:
-    """One row of the document: the case's error and whether it is within the limit."""
+def run_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
+    """Rows of the document: the case's error and whether it is within the limit.
+
+    In MXFP8 random values have two rows: against the quantised reference, and against FP32.
+    """
     from mok.backends import run_forward
-    from mok.reference import forward_loop, forward_oracle, relative_l2
+    from mok.reference import (
+        MXFP8_LIMIT,
+        forward_loop,
+        forward_oracle,
+        forward_reference,
+        relative_l2,
+    )
 
     inputs = case.make()
     found = run_forward(
@@ -57,20 +96,24 @@ def run_case(case: CheckCase, backend: Backend) -> dict[str, Any]:
         backend,
         config=case.config,
         tokens_per_rank=case.tokens_per_rank,
+        precision=case.precision,
     )
     # On a GPU the loop would take hours; the integer cases are exact in FP32 as well.
     expected = forward_oracle(inputs) if backend.on_gpu else forward_loop(inputs)
     if case.metric == "mismatches":
-        value = float((found != expected.bfloat16()).sum())
-    else:
-        value = relative_l2(found, expected)
-    return {
-        "name": case.name,
-        "metric": case.metric,
-        "value": value,
-        "limit": case.limit,
-        "ok": value <= case.limit,
-    }
+        wrong = float((found != expected.bfloat16()).sum())
+        return [row(case.name, case.metric, wrong, case.limit)]
+    rows = [row(case.name, case.metric, relative_l2(found, expected), case.limit)]
+    if case.precision == "mxfp8":
+        quantised = forward_reference(inputs, case.ep_size, precision="mxfp8")
+        error = relative_l2(found, quantised)
+        rows.append(row(f"{case.name}, against the quantised", case.metric, error, MXFP8_LIMIT))
+    return rows
+
+
+def row(name: str, metric: str, value: float, limit: float) -> dict[str, Any]:
+    """One case of the document."""
+    return {"name": name, "metric": metric, "value": value, "limit": limit, "ok": value <= limit}
 
 
 def passed(document: dict[str, Any]) -> bool:
@@ -80,7 +123,10 @@ def passed(document: dict[str, Any]) -> bool:
 def show(document: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
-    table = Table(title=f"Forward on {document['backend']}", title_justify="left")
+    where = document["backend"]
+    if document["processes"] > 1:
+        where += f", {document['processes']} processes"
+    table = Table(title=f"{document['what'].capitalize()} on {where}", title_justify="left")
     for column in ("case", "metric"):
         table.add_column(column)
     for column in ("value", "limit"):

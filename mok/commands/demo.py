@@ -76,6 +76,7 @@ def emulation_bar(
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     import torch
 
+    from mok import processes
     from mok.backends import measure_ms, prepare_forward
     from mok.commands.shapes import expert_flops, fit_to_gpu, shrink
     from mok.config import Shape
@@ -97,6 +98,9 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     else:
         # Four virtual ranks show the whole protocol where there is no speed to show.
         shape, ep_size = shrink(Shape.of_model(model, 64), 4), 4
+    if (ranks := processes.group()) is not None:
+        processes.require_kernel(backend.kind, backend.note)
+        ep_size = ranks.size
     backend.announce(progress.out)
     if not backend.on_gpu:
         torch.set_num_threads(1)  # small matrices: threads cost more than they give

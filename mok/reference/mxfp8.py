@@ -17,6 +17,8 @@ from mok.errors import DtypeError, ShapeError
 
 BLOCK = 32  # elements that share a scale
 E4M3_MAX = 448.0
+MXFP8_LIMIT = 5e-3  # relative L2 of the layer in MXFP8 against the quantised reference
+FP32_LIMIT = 7e-2  # the same against FP32: what quantising costs
 TILE = 128  # rows and columns of a tile of the hardware's scale layout
 
 

@@ -1,8 +1,12 @@
 """The Blackwell forward kernel in the emulator, on virtual ranks, against the reference.
 
-The unmarked tests are a sample that fits CI; ``slow`` ones are the full matrix.
+The unmarked tests are a sample that fits CI; ``slow`` ones are the full matrix
+(docs/measurements/blackwell-emulated.md).
 """
 
+from __future__ import annotations
+
+import dataclasses
 import functools
 
 import pytest
@@ -11,9 +15,10 @@ pytest.importorskip("cutlass")
 
 import torch
 
-from mok.config import Shape
+from mok.config import Config, Shape
 from mok.reference import (
     BF16_LIMIT,
+    ROUTINGS,
     forward_oracle,
     forward_reference,
     integer_case,
@@ -38,11 +43,16 @@ SHAPES = {
     "top all": (90, 64, 128, 5, 5, 64),
     "whole tiles": (512, 256, 256, 2, 1, 256),
     "shared is wider": (150, 128, 64, 4, 2, 448),
+    # Four row blocks on every rank of one, two and four: a ring of one block is filled four times.
+    "wraps 1": (24, 128, 64, 4, 2, 64),
+    "wraps 2": (24, 128, 64, 8, 2, 64),
+    "wraps 4": (24, 128, 64, 16, 2, 64),
 }
-# Ways to run a case: EP, tokens per rank, minibatch and macrobatch in tiles, CTAs, SMs, more.
+# Ways to run a case: EP, CTAs, comm CTAs; a ring of one tile unless said otherwise.
 DIRECT = {"ep_size": 1, "grid": 8}
 PAIR = {"ep_size": 2, "grid": 8, "num_comm_ctas": 2}
 QUAD = {"ep_size": 4, "grid": 8, "num_comm_ctas": 4}
+EVERY_EP = pytest.mark.parametrize("how", [DIRECT, PAIR, QUAD], ids=["ep1", "ep2", "ep4"])
 
 
 @functools.cache
@@ -54,8 +64,13 @@ def make_case(name, kind="random", integer=False, limit=None):
     return random_case(shape, kind=kind, swiglu_limit=limit)
 
 
-def run(case, ep_size, *, seed=None, minibatch=1, macrobatch=1, num_sms=SMS, **options):
-    """Output of one run; with a seed on the adversarial machine, whose checkers must be silent."""
+def run(
+    case, ep_size, *, seed=None, minibatch=1, macrobatch=1, num_sms=SMS, wraps=0, **options
+):  # fmt: skip
+    """Output of one run; with a seed on the adversarial machine, whose checkers must be silent.
+
+    ``wraps``: how often every rank's ring must be filled anew.
+    """
     with emulated(ARCH, num_sms, seed) as emulator:
         layer = ForwardRun(
             case,
@@ -66,6 +81,8 @@ def run(case, ep_size, *, seed=None, minibatch=1, macrobatch=1, num_sms=SMS, **o
             num_sms=num_sms,
             **options,
         )
+        fills = [s.num_tokens // (macrobatch * TILE) for s in layer.schedules]
+        assert min(fills) - 1 >= wraps
         output = layer.run(emulator.register)
         assert not emulator.report.findings
     assert not layer.record.any()
@@ -76,14 +93,34 @@ def assert_right(case, output):
     assert relative_l2(output, forward_oracle(case)) < BF16_LIMIT
 
 
+def routed(name, kind="random"):
+    """A random case with a routing of ``mok.reference``, or one of two more."""
+    if kind in ROUTINGS:
+        return make_case(name, kind)
+    case = make_case(name)
+    shape = case.shape
+    slots = torch.arange(shape.num_tokens * shape.topk).view(-1, shape.topk)
+    experts = {"balanced": shape.num_experts, "all to rank 0": shape.num_experts // 4}[kind]
+    return dataclasses.replace(case, top_experts=slots % experts)
+
+
+@functools.cache
+def expected_bits(name, kind="random"):
+    """The output at EP 1, which has been held to the oracle."""
+    case = routed(name, kind)
+    output = run(case, **DIRECT)
+    assert_right(case, output)
+    return output
+
+
 # ------------------------------------------------------------------ a sample for CI
 
 
-@pytest.mark.parametrize("how", [DIRECT, PAIR, QUAD], ids=["ep1", "ep2", "ep4"])
+@EVERY_EP
 def test_exact_on_integers(how):
-    case = make_case("small", integer=True)
+    case = make_case(f"wraps {how['ep_size']}", integer=True)
     expected = forward_reference(case, how["ep_size"], tile=TILE)
-    assert torch.equal(run(case, **how), expected)
+    assert torch.equal(run(case, wraps=3, **how), expected)
 
 
 @pytest.mark.parametrize("name", ["no shared expert", "wide", "one token"])
@@ -92,92 +129,103 @@ def test_tails(name):
     assert_right(case, run(case, **DIRECT))
 
 
-def test_same_bits_whatever_the_launch():
+LAUNCHES = [
+    {**DIRECT, "grid": 60, "macrobatch": 2},  # most clusters are cancelled, some retire
+    {**DIRECT, "grid": 4, "num_sms": 4, "scheduling": "tickets"},
+    {**DIRECT, "tile_n": 128, "stages": 3, "group_m": 1},
+    {**PAIR, "grid": 4, "num_sms": 4},  # the minimum: comm workers and one pair
+    {**QUAD, "grid": 40, "tokens_per_rank": [110, 0, 150, 40]},
+]
+
+
+@pytest.mark.parametrize("seed", range(len(LAUNCHES)))
+def test_same_bits_whatever_the_launch(seed):
     """EP, ring, comm workers, grid, SMs, scheduling, tile, interleaving: none changes a bit."""
-    case = make_case("small", limit=0.75)
-    expected = run(case, **DIRECT)
-    assert_right(case, expected)
-    for seed, how in enumerate(
-        [
-            {**DIRECT, "grid": 60, "macrobatch": 2},  # most clusters are cancelled, some retire
-            {**DIRECT, "grid": 4, "num_sms": 4, "scheduling": "tickets"},
-            {**DIRECT, "tile_n": 128, "stages": 3, "group_m": 1},
-            {**PAIR, "grid": 4, "num_sms": 4},  # the minimum: comm workers and one pair
-            {**QUAD, "grid": 40, "tokens_per_rank": [110, 0, 150, 40]},
-        ]
-    ):
-        assert torch.equal(run(case, seed=seed, **how), expected), how
+    assert torch.equal(run(make_case("small"), seed=seed, **LAUNCHES[seed]), expected_bits("small"))
 
 
-@pytest.mark.parametrize("how", [DIRECT, PAIR], ids=["ep1", "ep2"])
-def test_giving_way(how, monkeypatch):
-    """Queries refused at random while clusters wait: pairs retire, the rest is launched later."""
-    from mok.tools.emulator.machine import Machine
+def layer_output(name, ep_size, **tunables):
+    """A call through the layer's own launch path, schedule kernels included."""
+    from mok.backends import choose_backend, run_forward
 
-    case = make_case("small")
-    expected = run(case, **how)
-    refused = 0
-    cancel = Machine.cancel_cluster
+    config = Config(2, 2, minibatch_size=TILE, macrobatch_size=TILE, debug=True)
+    config = dataclasses.replace(config, **tunables)
+    return run_forward(make_case(name), ep_size, choose_backend(ARCH, True), config=config)
 
-    def sometimes(machine):
-        nonlocal refused
-        if machine.engine.random.random() < 0.5:
-            refused += 1
-            return None
-        return cancel(machine)
 
-    monkeypatch.setattr(Machine, "cancel_cluster", sometimes)
-    for seed in range(2):
-        assert torch.equal(run(case, seed=seed, **{**how, "grid": 40, "num_sms": 6}), expected)
-    assert refused > 4
+@pytest.mark.parametrize(
+    "tunables", [{"schedule_capacity_multiplier": 0.01}, {"launch_control": False}], ids=str
+)
+def test_layer_has_the_same_bits(tunables):
+    assert torch.equal(layer_output("small", 2, **tunables), expected_bits("small"))
 
 
 # ------------------------------------------------------------------ the full matrix
 
-ROUTINGS = ["random", "skewed", "one_expert", "few_experts", "dropped", "duplicates"]
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [DIRECT, PAIR, QUAD], ids=["ep1", "ep2", "ep4"])
-@pytest.mark.parametrize("name", SHAPES)
+@EVERY_EP
+@pytest.mark.parametrize("name", [name for name in SHAPES if not name.startswith("wraps")])
 def test_shapes(name, how):
-    """The ring holds one minibatch of one tile, so it wraps as often as there are tiles."""
-    case = make_case(name)
-    output = run(case, seed=1, **how)
-    assert_right(case, output)
+    """Bits of EP 1 at every EP, and exact on integers."""
+    assert torch.equal(run(make_case(name), seed=1, **how), expected_bits(name))
     integers = make_case(name, integer=True)
     expected = forward_reference(integers, how["ep_size"], tile=TILE)
     assert torch.equal(run(integers, seed=2, **how), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [DIRECT, PAIR, QUAD], ids=["ep1", "ep2", "ep4"])
-@pytest.mark.parametrize("kind", ROUTINGS)
+@EVERY_EP
+@pytest.mark.parametrize("kind", [*ROUTINGS, "balanced", "all to rank 0"])
 def test_routings(kind, how):
-    case = make_case("small", kind=kind)
-    assert_right(case, run(case, seed=3, **how))
+    name = "wraps 4"
+    output = run(routed(name, kind), seed=3, **how)
+    assert torch.equal(output, expected_bits(name, kind))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [[300, 0], [0, 300], [1, 299]])
+@pytest.mark.parametrize("tokens", [[300, 0], [0, 300], [1, 299]], ids=str)
 def test_uneven_ranks(tokens):
-    case = make_case("small")
-    assert torch.equal(run(case, seed=4, tokens_per_rank=tokens, **PAIR), run(case, **DIRECT))
+    output = run(make_case("small"), seed=4, tokens_per_rank=tokens, **PAIR)
+    assert torch.equal(output, expected_bits("small"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [DIRECT, PAIR, QUAD], ids=["ep1", "ep2", "ep4"])
-def test_twenty_seeds(how):
-    case = make_case("small")
-    expected = run(case, **DIRECT)
-    for seed in range(20):
-        assert torch.equal(run(case, seed=seed, **how), expected)
+@EVERY_EP
+@pytest.mark.parametrize("seed", range(20))
+def test_twenty_seeds(seed, how):
+    name = f"wraps {how['ep_size']}"
+    output = run(make_case(name), seed=seed, wraps=3, **how)
+    assert torch.equal(output, expected_bits(name))
+
+
+TUNABLES = {
+    "minibatch": [{"minibatch": 1, "macrobatch": 4}, {"minibatch": 2, "macrobatch": 4}],
+    "macrobatch": [{"macrobatch": 2}, {"macrobatch": 8}],
+    "comm": [{"num_comm_ctas": 4}, {"num_comm_ctas": 6}],
+    "SMs": [{"num_sms": 4, "grid": 40}, {"num_sms": 12, "grid": 12}],
+    "kernel": [{"tile_n": 128}, {"stages": 2}, {"group_m": 2}, {"scheduling": "tickets"}],
+    "context": [{"save_context": True}],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [c for all_of in TUNABLES.values() for c in all_of], ids=str)
+def test_tunables(change):
+    assert torch.equal(run(make_case("wraps 2"), seed=6, **PAIR | change), expected_bits("wraps 2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("multiplier", [0.01, 0.1, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_schedule_capacity_multiplier(ep_size, multiplier):
+    output = layer_output("small", ep_size, schedule_capacity_multiplier=multiplier)
+    assert torch.equal(output, expected_bits("small"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [4, 6, 10, 16, 24, 100, 300])
 @pytest.mark.parametrize("how", [DIRECT, PAIR], ids=["ep1", "ep2"])
 def test_any_grid(how, grid):
-    """What schedule_capacity_multiplier from 0.01 to 3 makes of the launch."""
-    case = make_case("small")
-    assert torch.equal(run(case, seed=grid, **{**how, "grid": grid}), run(case, **DIRECT))
+    output = run(make_case("wraps 2"), seed=grid, **{**how, "grid": grid})
+    assert torch.equal(output, expected_bits("wraps 2"))

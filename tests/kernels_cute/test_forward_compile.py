@@ -3,15 +3,21 @@
 Shapes are run-time arguments, so each kernel here is the one that every model gets.
 """
 
+import argparse
 import re
 
 import pytest
 
 pytest.importorskip("cutlass")
 
+from rich.console import Console
+
+from mok import kernels
+from mok.commands import compile as compile_command
 from mok.kernels_cute.machine import SMEM_BYTES, machine_of
+from mok.models import MODELS
+from mok.runtime.compile import get_kernel
 from mok.runtime.resources import WARNING_MEANINGS
-from tests.forward_runs import forward_kernel
 from tests.helpers import opcodes
 
 BLACKWELL = ["sm_100a", "sm_103a"]
@@ -24,11 +30,18 @@ BUILDS = [
         ("sm_100a", {"direct": True}),
         ("sm_100a", {"direct": False}),
         ("sm_100a", {"direct": False, "save_context": True}),
-        ("sm_100a", {"direct": False, "scheduling": "tickets"}),
+        ("sm_100a", {"direct": False, "launch_control": False}),
         ("sm_103a", {"direct": True}),
         ("sm_103a", {"direct": False}),
     ]
 ]
+
+
+def forward_kernel(arch, **config):
+    """The layer's own build."""
+    return get_kernel(kernels.forward_spec(arch, **config))
+
+
 # Speed is lost without notice where ptxas says one of these.
 FORBIDDEN = {"C7507", "C7508", "C7510", "C7511", "C7519"}
 
@@ -46,6 +59,52 @@ def test_resources(arch, config):
     assert kernel.compile_s < 60
 
 
+@pytest.mark.parametrize("arch", BLACKWELL)
+def test_every_kernel_of_every_model(arch):
+    """`mok compile` of each model: what the compiler reports keeps every limit; compiled in a minute."""
+    for model in MODELS:
+        arguments = argparse.Namespace(arch=arch, model=model)
+        document = compile_command.run(arguments, Console(stderr=True))
+        assert compile_command.passed(document)
+        for kernel in document["kernels"]:
+            assert kernel["spill_bytes"] == 0, kernel["name"]
+            assert kernel["registers"] <= 255
+            assert kernel["smem_bytes"] <= SMEM_BYTES
+            assert kernel["tmem_columns"] <= 512
+            assert not FORBIDDEN & set(kernel["warnings"])
+        # What a layer of one rank, or of several, launches. No size is in a spec, so the number of
+        # experts cannot matter.
+        for path in ("direct", "ring"):
+            names = {"stage_ids", "schedule", f"forward_{path}", f"token_sum_{path}"}
+            used = [k for k in document["kernels"] if k["name"] in names]
+            assert len(used) == 4 and sum(k["compile_s"] for k in used) < 60
+    sizes = {"experts", "hidden", "intermediate", "topk", "tokens"}
+    specs = kernels.forward_kernels(arch, True)
+    assert not sizes & {name for spec in specs for name, _ in spec.config}
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_launch_control_keeps_its_rules(direct):
+    """Armed before it is asked, by the CTA that asks; read in one load; fenced before it is reused.
+
+    That nobody asks after a refusal, or leaves with a query in flight, the emulator checks.
+    """
+    ptx = forward_kernel("sm_100a", direct=direct).ptx
+    code = [line.strip() for line in ptx.split("\n") if line.strip() and "//" not in line]
+    asked = [i for i, line in enumerate(code) if "clusterlaunchcontrol.try_cancel" in line]
+    assert len(asked) == 2  # beside the tasks, and at the end
+    for i in asked:
+        assert "multicast" not in code[i]
+        assert code[i - 1].startswith("mbarrier.arrive.expect_tx.shared.b64")
+        assert code[i].split("[")[2] == code[i - 1].split("[")[1].split("]")[0] + "];"
+    read = [i for i, line in enumerate(code) if "query_cancel.is_canceled" in line]
+    assert len(read) == 2
+    for i in read:
+        assert any(line.startswith("ld.shared.v2.b64") for line in code[i - 8 : i])
+        assert any(line.startswith("fence.proxy.async.shared::cta") for line in code[i : i + 8])
+    assert "get_first_ctaid" not in ptx  # a grant is a right to draw, not a task
+
+
 @pytest.mark.parametrize(("arch", "config"), BUILDS)
 def test_instructions(arch, config):
     found = opcodes(forward_kernel(arch, **config).ptx)
@@ -55,7 +114,7 @@ def test_instructions(arch, config):
     assert all(name.startswith(mma) for name in found if name.startswith("tcgen05.mma"))
     assert any(name.startswith("wgmma.mma_async") for name in found) != on_blackwell
     assert not any(name.startswith("mma.sync") for name in found)
-    uses_clc = on_blackwell and config.get("scheduling") != "tickets"
+    uses_clc = on_blackwell and config.get("launch_control", True)
     assert any(n.startswith("clusterlaunchcontrol.try_cancel.async") for n in found) == uses_clc
     gathers = sum(n for name, n in found.items() if "tile::gather4" in name)
     assert gathers == (8 if on_blackwell and config["direct"] else 0)
@@ -67,12 +126,12 @@ def test_instructions(arch, config):
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_register_hand_over_is_in_the_machine_code(direct):
-    """Hopper's warps trade registers; Blackwell's need not: the accumulators lie elsewhere."""
+    """Warps trade registers on both machines; on Blackwell one thread multiplies for a pair."""
     pytest.importorskip("cutlass")
     hopper = forward_kernel("sm_90a", direct=direct).instructions()
     assert hopper["USETMAXREG"] == 2 and hopper["HGMMA"] > 0
     blackwell = forward_kernel("sm_100a", direct=direct).instructions(modifiers=True)
-    assert not any(name.startswith("USETMAXREG") for name in blackwell)
+    assert sum(n for name, n in blackwell.items() if name.startswith("USETMAXREG")) == 2
     assert blackwell["UTCHMMA.2CTA"] == 4
     assert any(name.startswith("UTCBAR.2CTA.MULTICAST") for name in blackwell)
     assert any(name.startswith("UTMALDG.2D.GATHER4.2CTA") for name in blackwell) == direct

@@ -111,6 +111,14 @@ def test_bits_do_not_depend_on_ranks_and_sizes(arch):
     assert_right(case, arch, one)
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_wire_changes_no_bit(arch):
+    case = make_case("small", "dropped")
+    plain = run(case, arch, **PAIR)
+    assert torch.equal(run(case, arch, **PAIR, wire=True, seed=3), plain)
+
+
 # ------------------------------------------------------------------ everything
 
 

@@ -105,6 +105,7 @@ FP8 = {
     "store_8": (lambda a, w, x: ptx_fp8.store_8(a, w, w), "st.global.v2.b32"),
     "store_4": (lambda a, w, x: ptx_fp8.store_4(a, w), "st.global.b32"),
     "store_1": (lambda a, w, x: ptx_fp8.store_1(a, w), "st.global.b8"),
+    "load_1_if": (lambda a, w, x: ptx_fp8.load_1_if(a, w > 0), "ld.global.L1::no_allocate.u8"),
 }
 
 

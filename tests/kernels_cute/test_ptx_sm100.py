@@ -76,6 +76,14 @@ CLUSTER = {
 }
 TENSOR = {
     "tmem_load": (two_loads, "tcgen05.ld.sync.aligned.32x32b.x32.b32"),
+    "copy_scales": (
+        lambda a, w: ptx.copy_scales(w, a),
+        "tcgen05.cp.cta_group::2.32x128b.warpx4",
+    ),
+    "mma_mxfp8": (
+        lambda a, w: ptx.mma_mxfp8(w, a, a, w, w, w, w),
+        "tcgen05.mma.cta_group::2.kind::mxf8f6f4.block_scale.block32",
+    ),
     "tcgen05_before_sync": (
         lambda a, w: ptx.tcgen05_before_sync(),
         "tcgen05.fence::before_thread_sync",

@@ -348,7 +348,7 @@ def test_errors_are_printed_whole(capsys, monkeypatch):
     assert "MokError: a rule [must] hold; found 7. Do this" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [[], ["nope"], ["check"], ["check", "backward"]])
+@pytest.mark.parametrize("argv", [[], ["nope"], ["check"], ["check", "sideways"]])
 def test_usage_errors(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(argv)

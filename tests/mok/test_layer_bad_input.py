@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from mok import functional
+from mok.call import schedule_sizes
 from mok.config import Config, Shape
 from mok.errors import (
     CapacityError,
@@ -325,6 +327,60 @@ def test_a_shared_expert_that_the_workspace_has_no_room_for(idle):
         refused(ShapeError, "shared_intermediate_size", "shared_gate"),
     ):
         functional.forward(SMALL, made, schedule_of(made), *arguments().values())
+
+
+@pytest.mark.parametrize("other", [{"num_experts": 3}, {"topk": 1}, {"max_tokens": 65}], ids=str)
+def test_a_schedule_of_another_workspace(idle, other):
+    with workspace() as made, workspace(**other) as stranger:
+        schedule = schedule_of(made)
+        schedule.sizes = schedule_sizes(stranger)
+        with refused(ShapeError, "the same E, K, EP, tile", str(schedule_sizes(stranger))):
+            functional.forward(SMALL, made, schedule, *arguments().values())
+
+
+def test_launches_go_to_the_workspace_s_device(monkeypatch):
+    """Also where another device is the current one."""
+    entered = []
+
+    @contextlib.contextmanager
+    def device(wanted):
+        entered.append(wanted)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+
+    class OnGpu:
+        device = torch.device("cuda", 1)
+
+        def check_open(self):
+            raise ResourceError("reached", len(entered))
+
+    calls = [
+        lambda w: functional.build_schedule(w, SMALL, ids()),
+        lambda w: functional.forward(SMALL, w, None, *arguments().values()),
+        lambda w: functional.forward(config=SMALL, workspace=w, schedule=None, **arguments()),
+        lambda w: functional.recompute_forward_context(SMALL, w, None, *[None] * 6),
+    ]
+    for number, call in enumerate(calls, 1):
+        with refused(ResourceError, "reached", str(number)):
+            call(OnGpu())
+    assert entered == [OnGpu.device] * len(calls)
+
+
+def test_a_refused_workspace_is_closed(idle, monkeypatch):
+    from mok.runtime import workspace as workspaces
+
+    made = []
+    original = workspaces.Workspace.__init__
+
+    def remember(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(workspaces.Workspace, "__init__", remember)
+    with pytest.raises(ResourceError):
+        workspace(2, config=dataclasses.replace(SMALL, fwd_num_comm_sms=500))
+    assert [w.closed for w in made] == [True]
 
 
 @pytest.mark.parametrize("limit", [-1.0, float("nan")])

@@ -51,6 +51,30 @@ def start(function, size, folder, *arguments, timeout_s=30.0, absent=()):
     return started
 
 
+def _call(function, pipe, arguments):
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("ok", function(*arguments)))
+    except BaseException as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+def call(work, folder):
+    """{key: result as ``collect`` gives it} of functions that run in processes without a group:
+    ``work`` is {key: (function, *arguments)}."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    started = {}
+    for key, (function, *arguments) in work.items():
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_call, args=(function, theirs, arguments))
+        process.start()
+        theirs.close()
+        started[key] = (process, ours)
+    return collect(started)
+
+
 def collect(started, limit_s=120.0):
     """{rank: ("ok", result) or ("error", text)} of the ranks that answered in time."""
     results = {}

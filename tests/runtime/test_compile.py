@@ -219,20 +219,21 @@ def _compile_in_process(folder, results):
 
 
 @pytest.mark.usefixtures("dsl")
-def test_ranks_starting_cold_compile_once(tmp_path):
+@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_ranks_starting_cold_compile_once(tmp_path, count):
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         results = manager.list()
         workers = [
             context.Process(target=_compile_in_process, args=(str(tmp_path / "c"), results))
-            for _ in range(3)
+            for _ in range(count)
         ]
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join(120)
+            worker.join(300)
             assert worker.exitcode == 0
-        assert sorted(results) == [False, True, True]
+        assert sorted(results) == [False] + [True] * (count - 1)
 
 
 @pytest.mark.usefixtures("dsl")
@@ -246,6 +247,17 @@ def test_sources_edited_under_a_running_process_are_not_cached(monkeypatch, tmp_
     with pytest.warns(RuntimeWarning, match="sources changed"):
         get_kernel(KernelSpec.of("scale", "sm_90a", factory, constant=2))
     assert len(entries()) == 1
+
+
+@pytest.mark.usefixtures("dsl")
+def test_our_own_sources_count_from_the_import_on(monkeypatch):
+    """Not from a factory's first compilation: what was imported before is older then."""
+    from mok.runtime import compile as compiling
+
+    monkeypatch.setitem(compiling._first_digests, "sync.py", "as it was when imported")
+    with pytest.warns(RuntimeWarning, match=r"sources changed .*\(sync.py\)"):
+        kernel = get_kernel(KernelSpec.of("scale", "sm_90a", "toy_kernels:Scale", constant=9))
+    assert not kernel.from_cache and entries() == []
 
 
 # ---------------------------------------------------------------- reports and errors

@@ -13,7 +13,9 @@ import re
 import sys
 from types import ModuleType
 
-from mok.tools.emulator.jit import cache_folder
+import numpy as np
+
+from mok.tools.emulator.jit import Entry, cache_folder
 
 TABLE: dict[str, tuple[str, str]] = {
     "mov": ("q", "a0"),
@@ -169,6 +171,11 @@ TABLE: dict[str, tuple[str, str]] = {
     "e5m2x2_f16x2": ("w", "f16_rn(e5m2_f32(a0 >> 8)) << 16 | f16_rn(e5m2_f32(a0))"),
     "f32_ue8m0x2_rp": ("h", "ue8m0_code(af, True) << 8 | ue8m0_code(bf, True)"),
     "f32_ue8m0x2_rz": ("h", "ue8m0_code(af, False) << 8 | ue8m0_code(bf, False)"),
+    "s2f6x2_bf16x2": (  # fixed point, 2 integer bits and 6 of fraction, by scales of b
+        "w",
+        "bf16_rn(F(sext8(a0 >> 8)) * F(0.015625) * ue8m0_f32(b0 >> 8 & 255)) << 16"
+        " | bf16_rn(F(sext8(a0)) * F(0.015625) * ue8m0_f32(b0 & 255))",
+    ),
     "ue8m0x2_bf16x2": (
         "w",
         "f32_bits(ue8m0_f32(a0 >> 8 & 255)) & 0xFFFF0000 | f32_bits(ue8m0_f32(a0 & 255)) >> 16",
@@ -221,7 +228,7 @@ from math import copysign, inf, isnan, sqrt
 import numpy as np
 from numpy import cos, exp2, log2, sin, tanh
 from mok.tools.emulator.intrinsics import *
-from mok.tools.emulator.jit import njit
+from mok.tools.emulator.jit import Entry, njit
 from mok.tools.emulator.numerics import *
 
 I = np.int64
@@ -276,7 +283,7 @@ _WRITE = {
 }
 
 
-_GROUP = 24  # operations of one compiled function: compile time grows faster than its size
+_GROUP = 16  # operations of one compiled function; a kernel needs only some of them
 
 
 def _tree(items: list[tuple[int, str]], pad: str) -> str:
@@ -300,14 +307,14 @@ def _body(name: str) -> str:
 
 
 def source() -> str:
-    """Python source of ``exec_alu(op, d, a, b, c, x)``, whose arguments are row addresses."""
+    """Python source of ``GROUPS``: entries ``(op, d, a, b, c, x)``, whose arguments are row addresses."""
     bodies = [(NUMBER[name], _body(name)) for name in TABLE]
-    text, calls = _HEADER, []
+    text, names = _HEADER, []
     for i in range(0, len(bodies), _GROUP):
-        group = bodies[i : i + _GROUP]
-        text += f"\n\n@njit\ndef group{i}(op, d, a, b, c, x):\n{_tree(group, '    ')}"
-        calls.append((group[0][0], f"group{i}(op, d, a, b, c, x)"))
-    return f"{text}\n\n@njit\ndef exec_alu(op, d, a, b, c, x):\n{_tree(calls, '    ')}"
+        tree = _tree(bodies[i : i + _GROUP], "    ")
+        text += f"\n\n@Entry\ndef group{i}(op, d, a, b, c, x):\n{tree}    return I(0)\n"
+        names.append(f"group{i}")
+    return f"{text}\n\nGROUPS = [{', '.join(names)}]\n"
 
 
 def load() -> ModuleType:
@@ -327,3 +334,18 @@ def load() -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def entries(operations: set[int]) -> list[Entry]:
+    """What must be compiled to run these operations."""
+    groups = load().GROUPS
+    return [groups[i] for i in sorted({op // _GROUP for op in operations})]
+
+
+def addresses(operations: set[int]) -> np.ndarray:
+    """Address of the compiled function for each operation number, 0 where it is not needed."""
+    groups = load().GROUPS
+    table = np.zeros(len(TABLE), dtype=np.int64)
+    for op in operations:
+        table[op] = groups[op // _GROUP].address
+    return table

@@ -53,7 +53,7 @@ class Checker:
         self.machine = machine
         warps, ctas = len(machine.warps), len(machine.ctas)
         self.num_warps = warps
-        self.first_slot = 2 * warps
+        self.first_slot = 3 * warps  # after the warps, their cp.async, their generic writes
         self.slots = SLOTS_PER_CTA * ctas
         agents = self.first_slot + self.slots
         objects = 1 << 14
@@ -63,6 +63,7 @@ class Checker:
         rows = warps * race.ROWS_PER_WARP + objects * race.ROWS_PER_OBJECT
         self.clocks = np.zeros((rows, agents), dtype=np.int32)
         self.keys = np.zeros(objects + 64, dtype=np.int64)
+        self.owners = np.zeros((objects + 64, 2), dtype=np.int64)
         self.reports = np.zeros((race.MAX_REPORTS, race.REPORT_WORDS), dtype=np.int64)
         self.slot_epoch = np.zeros(self.slots, dtype=np.int64)
         self.slot_op: list[Pending | None] = [None] * self.slots
@@ -77,6 +78,7 @@ class Checker:
         x[L.X_VC] = self.clocks.ctypes.data
         x[L.X_NAGENTS] = agents
         x[L.X_OBJECTS], x[L.X_OBJECT_MASK] = self.keys.ctypes.data, objects - 1
+        x[L.X_OWNERS] = self.owners.ctypes.data
         x[L.X_REPORTS] = self.reports.ctypes.data
         self._global_shadow()
         for i, w in enumerate(machine.warps):
@@ -136,6 +138,7 @@ class Checker:
         clock[place] = epoch
         own = self._row(w, 0)
         own[w.index] += 1
+        own[2 * self.num_warps + w.index] = own[w.index]
         return Agent(place, epoch, clock, proxy, pc)
 
     def own(self, agent: Agent, op: "Pending") -> None:
@@ -235,7 +238,8 @@ class Checker:
 
     def _by_warp(self, w: "Warp", shadow: int, count: int, write: bool, address: int) -> None:
         clock, proxy = self._row(w, 0), self._row(w, 1)
-        tag = np.int64(w.index << 32 | int(clock[w.index]))
+        agent = w.index + (2 * self.num_warps if write else 0)
+        tag = np.int64(agent << 32 | int(clock[agent]))
         race.check_range(
             self.machine.x.ctypes.data,
             np.int64(shadow),
@@ -282,7 +286,8 @@ class Checker:
         if agent < self.num_warps:
             return m.where(m.warps[agent], pc)
         if agent < self.first_slot:
-            return "copy of " + m.where(m.warps[agent - self.num_warps], pc)
+            copy = "copy of " if agent < 2 * self.num_warps else ""
+            return copy + m.where(m.warps[agent % self.num_warps], pc)
         issuer = m.warps[int(self.slot_warp[agent - self.first_slot])]
         return "operation of " + m.where(issuer, pc)
 

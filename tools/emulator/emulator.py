@@ -1,7 +1,9 @@
 """The emulator as users see it: a context in which compiled functions run on the CPU."""
 
 import contextlib
+import ctypes
 import functools
+import itertools
 import json
 import sys
 import time
@@ -13,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from mok.tools.emulator import clc, encode_mem, encode_ops, tcgen05, tma, wgmma  # noqa: F401
+from mok.tools.emulator import (  # noqa: F401
+    clc,
+    encode_mem,
+    encode_ops,
+    registers,
+    tcgen05,
+    tma,
+    wgmma,
+)
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.asyncops import TimelineEvent
 from mok.tools.emulator.checkers import Finding
@@ -41,18 +51,39 @@ def translate(ptx: str, kernel: str) -> Program:
     return _PROGRAMS[key]
 
 
-@functools.cache
-def prepare() -> None:
-    """Compiles the interpreter, or reads it from the cache, by running a machine without warps."""
-    from mok.tools.emulator import interp
-    from mok.tools.emulator.jit import cache_folder
+def prepare(program: Program) -> None:
+    """Compiles the parts of the interpreter that a program needs, or reads them from the cache."""
+    from mok.tools.emulator import alu_table, interp
+    from mok.tools.emulator.jit import compiling
 
-    if not any(cache_folder().rglob("interp.run_grid*.nbc")):
-        print("mok: compiling the emulator's interpreter, once …", file=sys.stderr, flush=True)
-    machine = np.zeros(L.MACHINE_WORDS, dtype=np.int64)
-    warp = np.zeros(L.WARP_WORDS, dtype=np.int64)
-    machine[L.X_NWARPS], machine[L.X_WARPS] = 1, warp.ctypes.data
-    interp.run_grid(machine.ctypes.data, 1)
+    use_one_blas_thread()
+    parts = [interp.run_grid, interp.step_memory, interp.step_sync]
+    parts += alu_table.entries(program.operations)
+    if all(p.loaded for p in parts):
+        return
+    with compiling():
+        missing = sum(not p.cached for p in parts)
+        if missing:
+            text = f"mok: compiling {missing} parts of the emulator's interpreter, once …"
+            print(text, end="", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        for part in parts:
+            part.load()
+        if missing:
+            print(f" {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def use_one_blas_thread() -> None:
+    """Tells numpy's OpenBLAS to stay in this thread: the matrices here are small, and its threads spin
+    while they wait, which on a busy machine costs twenty times what they compute."""
+    for path in Path(np.__file__).parents[1].glob("numpy.libs/lib*openblas*"):
+        library = ctypes.CDLL(str(path))
+        for prefix, suffix in itertools.product(("scipy_", ""), ("64_", "_64", "")):
+            function = getattr(library, f"{prefix}openblas_set_num_threads{suffix}", None)
+            if function is not None:
+                function(1)
+                break
 
 
 @dataclass
@@ -76,6 +107,7 @@ class Report:
     launches: list[LaunchRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # what hardware would run, but not as meant
     lines: set[int] = field(default_factory=set)  # PTX lines executed
     events: list[TimelineEvent] = field(default_factory=list)
     preemptions: list[Preemption] = field(
@@ -196,9 +228,9 @@ class Emulator:
 
     def run_ptx(self, ptx: str, request: LaunchRequest) -> None:
         """Runs one kernel of a PTX module."""
-        prepare()
-        start, cpu = time.perf_counter(), time.process_time()
         program = translate(ptx, request.kernel)
+        prepare(program)
+        start, cpu = time.perf_counter(), time.process_time()
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
         machine = Machine(
             program,
@@ -225,6 +257,7 @@ class Emulator:
             exc.report = self.report
             raise
         self.report.lines |= machine.lines()
+        self.report.warnings += [t for t in machine.warnings if t not in self.report.warnings]
         found = machine.findings()
         self.report.findings.extend(found)
         self.report.launches.append(
@@ -276,5 +309,5 @@ class Emulator:
 def handlers() -> Iterator[tuple[str, Any]]:
     """Python handlers of all asynchronous instructions."""
     yield from tma.HANDLERS.items()
-    for module in (wgmma, tcgen05, clc):
+    for module in (wgmma, tcgen05, clc, registers):
         yield from module.HANDLERS.items()

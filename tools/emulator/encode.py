@@ -47,6 +47,11 @@ class Program:
     local_bytes: int
     registers: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def operations(self) -> set[int]:
+        """Numbers of the register operations that it uses."""
+        return {int(op) for op in np.unique(self.code[:, L.I_OP]) if op < L.ALU_END}
+
 
 class Encoder:
     """Encodes one kernel.  ``handlers`` (see encode_ops) maps mnemonics to methods."""

@@ -14,6 +14,14 @@ _SPACES = {
     "const": L.SP_RAW,
 }
 _ORDERED = {"volatile", "relaxed", "acquire", "mmio"}
+_SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "gl": 2, "sys": 3}  # gl: of membar
+
+
+def scope_of(ins: Instruction, default: int) -> int:
+    """Scope of an ordered instruction: 0 CTA, 1 cluster, 2 GPU, 3 system."""
+    return next((_SCOPES[m] for m in ins.mods if m in _SCOPES), default)
+
+
 _HINT = "L2::cache_hint"
 
 
@@ -58,6 +66,7 @@ def _ld(e: Encoder, ins: Instruction) -> None:
     x = space_of(ins) | _log2(size) << 3 | int(kind[0] == "s") << 8
     x |= _log2(_reg_bytes(e, item)) << 9 if kind[0] == "s" else 3 << 9
     x |= int(bool(_ORDERED & set(ins.mods))) << 16 | int("acquire" in ins.mods) << 17
+    x |= scope_of(ins, 3) << 20
     e.emit(L.OP_LD, a=a, y=offset, x=x, ext=rows, n=len(rows))
 
 
@@ -71,6 +80,7 @@ def _st(e: Encoder, ins: Instruction) -> None:
     a, offset = e.address(dst)
     strong = bool((_ORDERED | {"release"}) & set(ins.mods))
     x = space_of(ins) | _log2(size) << 3 | int(strong) << 16 | int("release" in ins.mods) << 17
+    x |= scope_of(ins, 3) << 20
     e.emit(L.OP_ST, a=a, y=offset, x=x, ext=rows, n=len(rows))
 
 
@@ -123,7 +133,7 @@ def _atom(e: Encoder, ins: Instruction) -> None:
     a, offset = e.address(address)
     mods = set(ins.mods)
     order = int(bool(mods & {"acquire", "acq_rel"})) << 17
-    order |= int(bool(mods & {"release", "acq_rel"})) << 18
+    order |= int(bool(mods & {"release", "acq_rel"})) << 18 | scope_of(ins, 2) << 20
     e.emit(
         L.OP_ATOM,
         d=d,
@@ -295,7 +305,7 @@ def _mbarrier(e: Encoder, ins: Instruction) -> None:
         d = None if first[0] == "_" else e.row(first)
     a, offset = e.address(operands[0])
     b = e.row(operands[1], 4) if len(operands) > 1 else None
-    scope = 1 if "cluster" in ins.mods else 0
+    flags = 2 * int("relaxed" in ins.mods) | 8 * int("cluster" not in ins.mods)
     e.emit(
         L.OP_MBAR_ARRIVE,
         d=d,
@@ -304,7 +314,7 @@ def _mbarrier(e: Encoder, ins: Instruction) -> None:
         y=offset,
         x=mode,
         z=z,
-        e=scope | 2 * int("relaxed" in ins.mods),
+        e=flags,
         e_raw=True,
     )
 
@@ -335,7 +345,7 @@ def _fence(e: Encoder, ins: Instruction) -> None:
         kind = 2
     elif "proxy" in ins.mods:
         kind = 1
-    e.emit(L.OP_FENCE, x=kind)
+    e.emit(L.OP_FENCE, x=kind, y=scope_of(ins, 3))
 
 
 @handles("nanosleep")
@@ -343,9 +353,7 @@ def _nanosleep(e: Encoder, ins: Instruction) -> None:
     e.emit(L.OP_NANOSLEEP)
 
 
-@handles(
-    "griddepcontrol", "prefetch", "prefetchu", "discard", "applypriority", "pmevent", "setmaxnreg"
-)
+@handles("griddepcontrol", "prefetch", "prefetchu", "discard", "applypriority", "pmevent")
 def _nothing(e: Encoder, ins: Instruction) -> None:
     e.emit(L.OP_NOP)
 
@@ -428,5 +436,5 @@ def _cp(e: Encoder, ins: Instruction) -> None:
         raise e.unsupported()
 
 
-for _name in ("wgmma", "tcgen05", "clusterlaunchcontrol", "tensormap", "multimem"):
+for _name in ("wgmma", "tcgen05", "clusterlaunchcontrol", "tensormap", "multimem", "setmaxnreg"):
     handles(_name)(python_op)

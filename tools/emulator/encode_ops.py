@@ -389,6 +389,9 @@ def _cvt(e: Encoder, ins: Instruction) -> None:
         e.alu("f32_ue8m0x2_" + ("rp" if "rp" in mods else "rz"), d, *a)
     elif (src, dst) in (("e4m3x2", "f16x2"), ("e5m2x2", "f16x2"), ("ue8m0x2", "bf16x2")):
         e.alu(f"{src}_{dst}", d, a[0])
+    elif (src, dst) == ("s2f6x2", "bf16x2"):
+        ones = e.const(0x7F7F)
+        e.alu("s2f6x2_bf16x2", d, a[0], a[1] if "scaled::n2::ue8m0" in mods else ones)
     elif src == dst and "sat" in mods and src == "f32":
         e.alu("sat_f32", d, a[0])
     elif (src, dst) in (("bf16", "f16"), ("f16", "bf16")):

@@ -7,9 +7,8 @@ group that waits, spins or uses up its quantum lets the others run.
 
 import numpy as np
 
-from mok.tools.emulator import alu_table
 from mok.tools.emulator.intrinsics import ld32, ld64, popc64, st8, st64
-from mok.tools.emulator.jit import njit
+from mok.tools.emulator.jit import Entry, caller, njit
 from mok.tools.emulator.layout import (
     ALU_END,
     C_FIRST_WARP,
@@ -93,6 +92,7 @@ from mok.tools.emulator.layout import (
     WAIT_CONVERGE,
     WARP_WORDS,
     X_ADVERSARIAL,
+    X_ALU,
     X_CLOCK,
     X_CODE,
     X_COVER,
@@ -105,6 +105,8 @@ from mok.tools.emulator.layout import (
     X_QUANTUM,
     X_RNG,
     X_SCRATCH,
+    X_STEP_MEMORY,
+    X_STEP_SYNC,
     X_STEPS,
     X_WARPS,
 )
@@ -128,7 +130,8 @@ from mok.tools.emulator.syncops import (
     vote,
 )
 
-exec_alu = alu_table.load().exec_alu
+call6 = caller(6)
+call7 = caller(7)
 _I = np.int64
 NONE = 0x7FFFFFFF
 
@@ -214,17 +217,21 @@ def needed_lanes(W, R, c):
     return ld64(R + row + 8 * lowest(ld64(W + 8 * W_MASK))) & alive
 
 
-@njit
-def step_sync(X, W, c, R, m, pc, op):
-    """Operations that may wait or fault.  0 go on, 1 wait after it, 2 fault, 3 wait and retry."""
+@Entry
+def step_memory(X, W, c, R, m, pc, op):
+    """Memory operations.  0 go on, 1 wait after it, 2 fault, 3 wait and retry."""
     if op == OP_LD:
         return op_load(X, W, c, R, m, pc)
     if op == OP_ST:
         return op_store(X, W, c, R, m, pc)
     if op == OP_ATOM:
         return op_atomic(X, W, c, R, m, pc)
-    if op == OP_CP_ASYNC:
-        return op_cp_async(X, W, c, R, m, pc)
+    return op_cp_async(X, W, c, R, m, pc)
+
+
+@Entry
+def step_sync(X, W, c, R, m, pc, op):
+    """Operations of several threads that may wait or fault: results as of ``step_memory``."""
     if op == OP_MBAR_ARRIVE:
         return 0 if mbar_op(X, W, c, R, m) else 2
     if op == OP_MBAR_WAIT:
@@ -301,6 +308,7 @@ def run_warp(X, W, quantum):
     R = ld64(W + 8 * W_REGS)
     code = ld64(X + 8 * X_CODE)
     scratch = ld64(X + 8 * X_SCRATCH)
+    alu = ld64(X + 8 * X_ALU)
     st64(W + 8 * W_SLEEP, _I(SLEEP_NO))
     pc = ld64(W + 8 * W_PC)
     mask = ld64(W + 8 * W_MASK)
@@ -322,28 +330,23 @@ def run_warp(X, W, quantum):
             m = guard_mask(R, g, ld32(c + 4 * I_GNEG), mask)
         wait = 0  # 1: the group must wait, at the pc then current
         if op < ALU_END:
-            if m == FULL:
-                exec_alu(
-                    op,
-                    R + ld32(c + 4 * I_D),
-                    R + ld32(c + 4 * I_A),
-                    R + ld32(c + 4 * I_B),
-                    R + ld32(c + 4 * I_C),
-                    ld32(c + 4 * I_X),
+            if m != 0:
+                out = R + ld32(c + 4 * I_D)
+                call6(
+                    ld64(alu + 8 * op),
+                    (
+                        op,
+                        out if m == FULL else scratch,
+                        R + ld32(c + 4 * I_A),
+                        R + ld32(c + 4 * I_B),
+                        R + ld32(c + 4 * I_C),
+                        ld32(c + 4 * I_X),
+                    ),
                 )
-            elif m != 0:
-                exec_alu(
-                    op,
-                    scratch,
-                    R + ld32(c + 4 * I_A),
-                    R + ld32(c + 4 * I_B),
-                    R + ld32(c + 4 * I_C),
-                    ld32(c + 4 * I_X),
-                )
-                d = R + ld32(c + 4 * I_D)
-                for l in range(32):
-                    if (m >> l) & 1:
-                        st64(d + 8 * l, ld64(scratch + 8 * l))
+                if m != FULL:
+                    for l in range(32):
+                        if (m >> l) & 1:
+                            st64(out + 8 * l, ld64(scratch + 8 * l))
             pc += 1
         elif op == OP_BRA:
             target = ld32(c + 4 * I_TARGET)
@@ -398,7 +401,7 @@ def run_warp(X, W, quantum):
             elif op == OP_FENCE:
                 kind = ld32(c + 4 * I_X)
                 if kind < 2:
-                    fence(X, W, kind)
+                    fence(X, W, kind, ld32(c + 4 * I_Y))
                 pc += 1
             elif op == OP_CPA:
                 cpa_group(X, W, ld32(c + 4 * I_X), ld32(c + 4 * I_Y))
@@ -417,7 +420,8 @@ def run_warp(X, W, quantum):
                 step_warp(X, W, c, R, m, op)
                 pc += 1
             else:
-                r = step_sync(X, W, c, R, m, pc, op)
+                step = X_STEP_MEMORY if op <= OP_CP_ASYNC else X_STEP_SYNC
+                r = call7(ld64(X + 8 * step), (X, W, c, R, m, pc, op))
                 if r == 2:
                     result = _I(R_FAULT)
                     break
@@ -482,7 +486,7 @@ def random(X):
     return (s >> 20) & 0x7FFFFFFF
 
 
-@njit
+@Entry
 def run_grid(X, limit):
     """Schedules warps until Python is needed; the warp concerned is in X_CURRENT."""
     n = ld64(X + 8 * X_NWARPS)

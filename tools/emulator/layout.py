@@ -95,7 +95,9 @@ ALU_END: Final = 1000
     W_WAIT_PC,
     W_CPA_COUNT,
     W_CPA_COMMITS,
-) = range(31)
+    W_FENCE_SCOPE,
+) = range(32)
+W_FOREIGN: Final = 176  # a relaxed read since the start has met a release of another CTA
 W_CPA_RING: Final = 184  # operation count at each of the last 8 cp.async commits
 W_GPC: Final = 32  # other groups of a diverged warp: their pc,
 W_GMASK: Final = 64  # lanes,
@@ -166,7 +168,11 @@ CLUSTER_WORDS: Final = 64
     X_OBJECTS,
     X_OBJECT_MASK,
     X_COVER,
-) = range(29)
+    X_ALU,
+    X_STEP_MEMORY,
+    X_STEP_SYNC,
+    X_OWNERS,
+) = range(33)
 MACHINE_WORDS: Final = 64
 
 # Address windows.  Host addresses stay below 2**56, so these never collide.

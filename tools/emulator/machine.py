@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from mok.tools.emulator import alu_table, interp
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.asyncops import AsyncEngine, BulkOps
 from mok.tools.emulator.checkers import Checker, Finding
 from mok.tools.emulator.encode import Program, PyOp
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.intercept import LaunchRequest
+from mok.tools.emulator.registers import check_exit, check_registers
 from mok.tools.emulator.residency import Competitor, Residency
 
 SMEM_RESERVED = 1024  # hardware keeps the first KiB of every CTA's shared memory
@@ -49,6 +51,7 @@ class Warp:
         self.cta: Cta = None  # type: ignore[assignment]
         self.open_ops: list[Any] = []  # asynchronous MMAs since the last commit
         self.groups: list[list[Any]] = []  # committed ones, oldest first
+        self.wait = ""  # what a handler that returned WAIT waits for
 
     @property
     def mask(self) -> int:
@@ -143,6 +146,7 @@ class Machine(Residency, BulkOps):
         self.reset_residency(competitor)
         self.idle_rounds = 0
         self.python_calls = 0
+        self.warnings: list[str] = []
 
     # -- set-up -----------------------------------------------------------------------
 
@@ -170,6 +174,7 @@ class Machine(Residency, BulkOps):
         required = self.program.kernel.directives.get("reqntid")
         if required and int(np.prod(required)) != self.threads:
             raise LaunchError(f"the kernel was compiled for blocks of {required}", r.block)
+        check_registers(self.program, self.threads)
         self.smem_bytes = self.program.static_smem + r.smem_bytes
         if self.smem_bytes > limits.max_smem:
             raise LaunchError(
@@ -247,6 +252,10 @@ class Machine(Residency, BulkOps):
             x[L.X_CURSOR] = self.engine.random.randrange(num_warps)
         x[L.X_SCRATCH] = self.scratch.ctypes.data
         x[L.X_CLOCK] = 1 << 40
+        self.operations = alu_table.addresses(self.program.operations)
+        x[L.X_ALU] = self.operations.ctypes.data
+        x[L.X_STEP_MEMORY] = interp.step_memory.address
+        x[L.X_STEP_SYNC] = interp.step_sync.address
         self.covered = np.zeros(len(self.program.code) + 8, dtype=np.uint8)
         x[L.X_COVER] = self.covered.ctypes.data
         self.warps = [Warp(i, self.warp_state[i], self.regs[i]) for i in range(num_warps)]
@@ -321,7 +330,7 @@ class Machine(Residency, BulkOps):
         w.state[L.W_STATE] = L.STATE_RUN
         w.state[L.W_MASK] = w.state[L.W_ALIVE] = mask
         w.state[L.W_POLL_PC] = -1
-        w.open_ops, w.groups = [], []
+        w.open_ops, w.groups, w.wait = [], [], ""
         w.state[L.W_AGENT] = w.index
         if self.checker is not None:
             self.checker.start_warp(w)
@@ -381,8 +390,6 @@ class Machine(Residency, BulkOps):
 
     def run(self) -> None:
         """Executes the launch.  Raises KernelFault when a checker stops it."""
-        from mok.tools.emulator.interp import run_grid
-
         self.place_clusters()
         address = self.x.ctypes.data
         turn = 256 if self.seed is not None or self.rival is not None else 1 << 18
@@ -390,12 +397,12 @@ class Machine(Residency, BulkOps):
         while True:
             if self.rival is not None:
                 self.place_clusters()
-            result = run_grid(address, turn)
+            result = interp.run_grid(address, turn)
             if self.progress is not None:
                 self.progress(int(self.x[L.X_STEPS]))
             if result == L.R_PY:
-                self.idle_rounds = 0
-                self._python(self.warps[int(self.x[L.X_CURRENT])])
+                if self._python(self.warps[int(self.x[L.X_CURRENT])]):
+                    self.idle_rounds = 0
             elif result == L.R_CTA_DONE:
                 self._cta_done(self.warps[int(self.x[L.X_CURRENT])].cta)
             elif result == L.R_FAULT:
@@ -438,7 +445,8 @@ class Machine(Residency, BulkOps):
             w.state[L.W_SLEEP] = L.SLEEP_NO
         self.x[L.X_CLOCK] += 1000
 
-    def _python(self, w: Warp) -> None:
+    def _python(self, w: Warp) -> bool:
+        """Runs a Python handler.  False when its warp must wait."""
         pc = int(w.state[L.W_PC])
         op = self.program.pyops[int(self.program.code[pc, L.I_X])]
         self.python_calls += 1
@@ -448,12 +456,18 @@ class Machine(Residency, BulkOps):
                 w.state[L.W_WAIT_KIND], w.state[L.W_WAIT_PC] = L.WAIT_PY, pc
                 w.state[L.W_SLEEP] = L.SLEEP_EVENT
                 w.state[L.W_SLEEP_EV] = self.x[L.X_EV_SYNC] + self.x[L.X_EV_MEM]
-                return
+                return False
         except EmulatorError as exc:
             if isinstance(exc, KernelFault):
                 raise
             raise KernelFault(exc.rule, f"{exc.value}; {self.where(w, pc)}", exc.remedy) from exc
         w.state[L.W_PC] = pc + 1
+        return True
+
+    def warn(self, text: str) -> None:
+        """Notes something that hardware would run, but not as the author meant it."""
+        if text not in self.warnings:
+            self.warnings.append(text)
 
     def sync_event(self) -> None:
         self.x[L.X_EV_SYNC] += 1
@@ -471,6 +485,10 @@ class Machine(Residency, BulkOps):
     def cluster_done(self, cluster: Cluster) -> None:
         """Called when the last CTA of a cluster has exited."""
         for cta in cluster.ctas:
+            try:
+                check_exit(cta)
+            except EmulatorError as exc:
+                raise KernelFault(exc.rule, exc.value, exc.remedy) from exc
             if cta.extra.get("tmem"):
                 raise KernelFault(
                     "a CTA must free its TMEM before it exits",

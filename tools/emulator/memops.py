@@ -52,7 +52,7 @@ _I = np.int64
 
 # X of a load or store: bits 0-2 space, 3-6 log2 element bytes, 8 sign extension,
 # 9-12 log2 bytes of the destination register, 16 ordered or volatile, 17 acquire or release.
-# Of an atomic: 17 acquire, 18 release.
+# Of an atomic: 17 acquire, 18 release.  20 and up: scope (0 CTA, 1 cluster, 2 GPU, 3 system).
 
 
 @njit
@@ -91,7 +91,7 @@ def op_load(X, W, c, R, m, pc):
         if check:
             check_access(X, W, space, ld64(a + 8 * l) + offset, host, size * n, 2 * poll, pc, l)
             if poll:
-                ordered(X, W, host, True, False, (x >> 17) & 1, 0)
+                ordered(X, W, host, True, False, (x >> 17) & 1, 0, _I(x >> 20))
         for i in range(n):
             value = load(host + size * i, size)
             if signed:
@@ -145,7 +145,7 @@ def op_store(X, W, c, R, m, pc):
             addr = ld64(a + 8 * l) + offset
             check_access(X, W, space, addr, host, size * n, 1 | 2 * strong, pc, l)
             if strong:
-                ordered(X, W, host, False, True, 0, (x >> 17) & 1)
+                ordered(X, W, host, False, True, 0, (x >> 17) & 1, x >> 20)
         for i in range(n):
             store(host + size * i, size, ld64(R + ld32(ext + 4 * i) + 8 * l))
     if space != SP_LOCAL and m != 0:
@@ -224,7 +224,7 @@ def op_atomic(X, W, c, R, m, pc):
         if check:
             addr = ld64(a + 8 * l) + offset
             check_access(X, W, space, addr, host, size * n, 3, pc, l)
-            ordered(X, W, host, True, True, (x >> 17) & 1, (x >> 18) & 1)
+            ordered(X, W, host, True, True, (x >> 17) & 1, (x >> 18) & 1, x >> 20)
         for i in range(n):
             old = load(host + size * i, size)
             value = ld64(R + ld32(ext + 4 * i) + 8 * l)

@@ -5,6 +5,9 @@ among those a proxy fence has made visible to the asynchronous proxy.  Barriers,
 accesses carry both from agent to agent.  An asynchronous operation is an agent of its own, so what
 it touches is ordered only by the wait that observes its completion.
 
+A generic write has a clock entry of its own beside the warp's, so that an arrival whose scope does
+not reach its barrier's CTA can order accesses (it frees a buffer) without handing over written data.
+
 Shadow memory holds one record per 4 bytes: the last write and up to three reads, each as an epoch
 (agent << 32 | clock) with the instruction and the bytes touched.
 """
@@ -32,6 +35,8 @@ from mok.tools.emulator.layout import (
     W_CPA_COUNT,
     W_CPA_RING,
     W_CTA,
+    W_FENCE_SCOPE,
+    W_FOREIGN,
     X_CHECK,
     X_GSHADOW,
     X_LAST_RANGE,
@@ -40,6 +45,7 @@ from mok.tools.emulator.layout import (
     X_NWARPS,
     X_OBJECT_MASK,
     X_OBJECTS,
+    X_OWNERS,
     X_RANGES,
     X_REPORTS,
     X_VC,
@@ -79,6 +85,17 @@ def join(X, into, other):
 
 
 @njit
+def join_order(X, into, other):
+    """As ``join``, but without what warps have written: order, not visibility."""
+    low = 8 * ld64(X + 8 * X_NWARPS)
+    high = low + 4 * ld64(X + 8 * X_NWARPS)
+    for i in range(0, 4 * ld64(X + 8 * X_NAGENTS), 4):
+        value = ld32(other + i)
+        if (i < low or i >= high) and value > ld32(into + i):
+            st32(into + i, value)
+
+
+@njit
 def assign(X, into, other):
     for i in range(0, 4 * ld64(X + 8 * X_NAGENTS), 4):
         st32(into + i, ld32(other + i))
@@ -95,6 +112,7 @@ def tick(X, W):
     """Starts a new epoch of the warp: what follows is not covered by what was published."""
     at = warp_row(X, W, 0) + 4 * ld64(W + 8 * W_AGENT)
     st32(at, ld32(at) + 1)
+    st32(at + 8 * ld64(X + 8 * X_NWARPS), ld32(at))
 
 
 @njit
@@ -117,23 +135,82 @@ def object_row(X, key, create):
 
 
 @njit
+def object_owners(X, row):
+    """Address of an object's owners: CTAs or clusters whose releases its rows hold."""
+    base = clock_row(X, ld64(X + 8 * X_NWARPS) * ROWS_PER_WARP)
+    return ld64(X + 8 * X_OWNERS) + 16 * ((row - base) // (ROWS_PER_OBJECT * stride(X)))
+
+
+@njit
 def stride(X):
     return 4 * ld64(X + 8 * X_NAGENTS)
 
 
 @njit
-def publish(X, W, key, phased):
-    """Release to an object.  With phases, waiters see it only after ``flip``."""
+def publish(X, W, key, full):
+    """Release to a barrier; waiters see it after ``flip``.  Without ``full`` only order is passed on."""
     if ld64(X + 8 * X_CHECK) == 0:
         return
     row = object_row(X, key, True)
     if row == 0:
         return
-    step = stride(X)
-    offset = _I(0) if phased else 2 * step
-    join(X, row + offset, warp_row(X, W, 0))
-    join(X, row + offset + step, warp_row(X, W, 1))
+    if full:
+        join(X, row, warp_row(X, W, 0))
+    else:
+        join_order(X, row, warp_row(X, W, 0))
+    join(X, row + stride(X), warp_row(X, W, 1))
     tick(X, W)
+
+
+@njit
+def publish_flag(X, W, key, clock, proxy, scope):
+    """Release of these clocks to memory.  Rows 2 and 3 hold what any agent may acquire, rows 0 and 1
+    what one CTA or cluster may, as the scope says (0 CTA, 1 cluster, 2 GPU, 3 system)."""
+    row = object_row(X, key, True)
+    if row == 0:
+        return
+    owners = object_owners(X, row)
+    cta = ld64(W + 8 * W_CTA)
+    step = stride(X)
+    at = row + 2 * step
+    if scope >= 2:
+        known = ld64(owners + 8)
+        st64(owners + 8, cta if known == 0 or known == cta else _I(-1))
+    else:
+        owner = cta if scope == 0 else ld64(cta + 8 * C_CLUSTER)
+        at = row
+        if ld64(owners) != owner:
+            st64(owners, owner)
+            clear(X, row)
+            clear(X, row + step)
+    join(X, at, clock)
+    join(X, at + step, proxy)
+
+
+@njit
+def acquire_flag(X, W, key, clock, proxy, scope):
+    """Adds to these clocks what memory holds for this warp.  True when all of it is its own CTA's."""
+    row = object_row(X, key, False)
+    if row == 0:
+        return True
+    owners = object_owners(X, row)
+    cta = ld64(W + 8 * W_CTA)
+    cluster = ld64(cta + 8 * C_CLUSTER)
+    step = stride(X)
+    own = ld64(owners + 8) == 0 or ld64(owners + 8) == cta
+    near = own or (scope == 1 and ld64(owners + 8) > 0 and cluster == cluster_of(owners))
+    if scope >= 2 or near:
+        join(X, clock, row + 2 * step)
+        join(X, proxy, row + 3 * step)
+    if ld64(owners) == cta or (ld64(owners) == cluster and scope >= 1):
+        join(X, clock, row)
+        join(X, proxy, row + step)
+    return own
+
+
+@njit
+def cluster_of(owners):
+    return ld64(ld64(owners + 8) + 8 * C_CLUSTER)
 
 
 @njit
@@ -217,52 +294,40 @@ def acquire(X, W, key):
 
 
 @njit
-def relaxed_store(X, W, key):
-    """A relaxed write publishes what the warp's last release fence covers."""
-    row = object_row(X, key, True)
-    if row != 0:
-        step = stride(X)
-        join(X, row + 2 * step, warp_row(X, W, 2))
-        join(X, row + 3 * step, warp_row(X, W, 3))
+def ordered(X, W, key, is_read, is_write, acquires, releases, scope):
+    """Synchronisation effects of a strong access to one address.
 
-
-@njit
-def relaxed_load(X, W, key):
-    """A relaxed read: a later acquire fence orders after what was published there."""
-    row = object_row(X, key, False)
-    if row != 0:
-        step = stride(X)
-        join(X, warp_row(X, W, 4), row + 2 * step)
-        join(X, warp_row(X, W, 5), row + 3 * step)
-
-
-@njit
-def ordered(X, W, key, is_read, is_write, acquires, releases):
-    """Synchronisation effects of a strong access to one address."""
+    A relaxed write publishes what the warp's last release fence covers, at the narrower scope; a
+    later acquire fence orders after what was published where a relaxed read looked.
+    """
     if is_read:
         if acquires:
-            acquire(X, W, key)
-        else:
-            relaxed_load(X, W, key)
+            acquire_flag(X, W, key, warp_row(X, W, 0), warp_row(X, W, 1), scope)
+        elif not acquire_flag(X, W, key, warp_row(X, W, 4), warp_row(X, W, 5), scope):
+            st64(W + 8 * W_FOREIGN, _I(1))
     if is_write:
         if releases:
-            publish(X, W, key, False)
+            publish_flag(X, W, key, warp_row(X, W, 0), warp_row(X, W, 1), scope)
+            tick(X, W)
         else:
-            relaxed_store(X, W, key)
+            narrow = min(scope, ld64(W + 8 * W_FENCE_SCOPE))
+            publish_flag(X, W, key, warp_row(X, W, 2), warp_row(X, W, 3), narrow)
 
 
 @njit
-def fence(X, W, proxy):
+def fence(X, W, proxy, scope):
     """fence.proxy.async (proxy = 1), or a memory fence that acquires and releases (0)."""
     if ld64(X + 8 * X_CHECK) == 0:
         return
     if proxy:
         join(X, warp_row(X, W, 1), warp_row(X, W, 0))
     else:
-        join(X, warp_row(X, W, 0), warp_row(X, W, 4))
-        join(X, warp_row(X, W, 1), warp_row(X, W, 5))
+        if scope >= 2 or ld64(W + 8 * W_FOREIGN) == 0:
+            join(X, warp_row(X, W, 0), warp_row(X, W, 4))
+            join(X, warp_row(X, W, 1), warp_row(X, W, 5))
         assign(X, warp_row(X, W, 2), warp_row(X, W, 0))
         assign(X, warp_row(X, W, 3), warp_row(X, W, 1))
+        st64(W + 8 * W_FENCE_SCOPE, scope)
     tick(X, W)
 
 
@@ -275,6 +340,7 @@ def start_warp(X, W):
     for k in range(ROWS_PER_WARP):
         clear(X, warp_row(X, W, k))
     st32(own, keep + 1)
+    st32(own + 8 * ld64(X + 8 * X_NWARPS), keep + 1)
 
 
 @njit
@@ -394,6 +460,8 @@ def check_access(X, W, space, addr, host, size, kind, pc, lane):
     agent = ld64(W + 8 * W_AGENT)
     clock, proxy = warp_row(X, W, 0), warp_row(X, W, 1)
     epoch = agent << 32 | ld32(clock + 4 * agent)
+    if kind & WRITE:
+        epoch += (2 * ld64(X + 8 * X_NWARPS)) << 32
     if kind & COPY:  # cp.async: an agent of its own, ordered by its waits
         epoch = (ld64(X + 8 * X_NWARPS) + agent) << 32 | (ld64(W + 8 * W_CPA_COUNT) + 1)
     mask = byte_mask(addr, size)

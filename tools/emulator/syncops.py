@@ -8,6 +8,8 @@ from mok.tools.emulator.layout import (
     C_ALIVE,
     C_BAR,
     C_CLUSTER,
+    C_SMEM,
+    C_SMEM_SIZE,
     C_THREADS,
     F_BARRIER,
     F_MBAR_BAD,
@@ -340,6 +342,14 @@ def mbar_address(X, W, c, R, lane):
 
 
 @njit
+def own_shared(X, W, host):
+    """Whether a host address lies in the shared memory of the warp's own CTA."""
+    cta = ld64(W + 8 * W_CTA)
+    base = ld64(cta + 8 * C_SMEM)
+    return base <= host < base + ld64(cta + 8 * C_SMEM_SIZE)
+
+
+@njit
 def mbar_op(X, W, c, R, m):
     """init (X = 0), inval (1), arrive (2), expect_tx (3), arrive.expect_tx (4), complete_tx (5).
 
@@ -381,7 +391,7 @@ def mbar_op(X, W, c, R, m):
             if ld32(c + 4 * I_E) & 4:
                 cpa_publish(X, W, host)
             elif not ld32(c + 4 * I_E) & 2:
-                publish(X, W, host, True)
+                publish(X, W, host, not ld32(c + 4 * I_E) & 8 or own_shared(X, W, host))
         before = mb_phase(ld64(host))
         if mb_update(host, arrivals, tx):
             fault(W, F_MBAR_OVERFLOW, host, l, arrivals)

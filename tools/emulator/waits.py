@@ -65,6 +65,8 @@ def describe_wait(machine: "Machine", w: "Warp") -> str:
         what = f"{locate(machine, address)} to change from {word_at(address, size)}"
     elif kind == L.WAIT_CONVERGE:
         what = "other lanes of the warp"
+    elif kind == L.WAIT_PY:
+        what = w.wait or "an asynchronous operation"
     else:
-        what = "an asynchronous operation" if kind else "nothing"
+        what = "nothing"
     return f"{machine.where(w, pc)} waits for {what}"

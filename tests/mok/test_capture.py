@@ -1,0 +1,140 @@
+"""Steps stored and run again: captured on several ranks, the same bits on one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import stat
+
+import pytest
+import torch
+
+from mok import capture, functional
+from mok.config import Config, Shape
+from mok.errors import MokError, MokTimeoutError, ShapeError
+from mok.kernels_cute import records
+from mok.reference import random_case, random_gradient
+from tests.helpers_layer import Layer
+
+pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.emulator, id="emulator"),
+        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+    ]
+)
+def device(request):
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    emulator = pytest.importorskip("mok.tools.emulator", reason="the emulator needs numba")
+    with emulator.Emulator("sm_90a", num_sms=6):
+        yield "cpu"
+
+
+def make(device, **options):
+    return random_case(
+        Shape(60, 128, 64, 6, 2, 1, 64), kind="skewed", device=device, seed=2, **options
+    )
+
+
+def run(layer, backward=True):
+    result = layer(save_context=True)
+    if backward:
+        dy = random_gradient(layer.case)
+        functional.backward(
+            layer.config, layer.workspace, result.schedule, result.context,
+            layer.each(layer.split(dy)), *layer.arguments(layer.case), layer.case.swiglu_limit,
+        )  # fmt: skip
+        layer.finish()
+    return result
+
+
+def test_captured_on_four_ranks_replayed_on_one(device, tmp_path):
+    case = make(device, swiglu_limit=0.5)
+    with Layer(case, 4, device=device) as layer, capture.watch(tmp_path, on_nan=False) as watched:
+        run(layer)
+        assert not watched.written
+        watched.write("asked for")
+    (file,) = watched.written
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    other = Config(1, 1, 256, 256)  # no tunable matters
+    for config in (None, other):
+        found = capture.replay([tmp_path], device, config=config)
+        assert found["ok"] and not found["differ"], found["differ"]
+        assert set(found["hashes"]) == set(capture.RESULTS)
+        assert all(len(h) == 4 for h in found["hashes"].values())
+    assert found["ep_size"] == 4 and found["versions"]["torch"] == torch.__version__
+
+    # One bit of one token's input is seen.
+    document = torch.load(file, weights_only=True)
+    x = document["values"]["x"][2]
+    x[3, 5] = torch.nextafter(x[3, 5].float(), torch.tensor(9e9)).bfloat16() * 1.01
+    torch.save(document, file)
+    found = capture.replay([file], device)
+    assert not found["ok"] and "output" in found["differ"]
+
+
+def test_a_nan_is_kept_and_replayed(device, tmp_path):
+    case = make(device)
+    x = case.x.clone()
+    x[17, 3] = torch.nan
+    bad = dataclasses.replace(case, x=x)
+    with Layer(case, 2, device=device) as layer, capture.watch(tmp_path) as watched:
+        layer(case)
+        assert not watched.written
+        layer(bad)
+    (file,) = watched.written
+    found = capture.replay([file], device)
+    assert found["ok"] and found["why"] == "NaN in a result"
+
+
+def test_weights_may_be_hashes(device, tmp_path):
+    case = make(device)
+    with (
+        Layer(case, 2, device=device) as layer,
+        capture.watch(tmp_path, weights=False, on_nan=False) as watched,
+    ):
+        layer()
+        watched.write("asked for")
+    with pytest.raises(ShapeError, match="hashes of the weights"):
+        capture.replay(watched.written, device)
+    weights = {f"routed_{n}": getattr(case.routed, n) for n in ("gate", "up", "down")}
+    weights |= {f"shared_{n}": getattr(case.shared, n)[0] for n in ("gate", "up", "down")}
+    assert capture.replay(watched.written, device, weights=weights)["ok"]
+    weights["routed_up"] = weights["routed_up"] + 1
+    with pytest.raises(ShapeError, match="routed_up"):
+        capture.replay(watched.written, device, weights=weights)
+
+
+def test_an_expired_wait_keeps_its_step(device, tmp_path):
+    case = make(device)
+    with (
+        Layer(case, 2, device=device) as layer,
+        contextlib.suppress(MokTimeoutError),
+        capture.watch(tmp_path, on_nan=False) as watched,
+    ):
+        layer()
+        noted = layer.workspace.records.barrier_view(1)
+        noted[records.BARRIER_STATE], noted[records.BARRIER_EPOCH] = records.EXPIRED, 4
+        layer()
+    (file,) = watched.written
+    found = capture.replay([file], device)
+    assert found["ok"] and "barrier" in found["why"]
+    assert functional.observer is None
+
+
+def test_what_is_no_capture(tmp_path):
+    with pytest.raises(ShapeError, match="all ranks"):
+        capture.load([tmp_path])
+    (tmp_path / "a.mok").write_bytes(b"nonsense")
+    with pytest.raises(ShapeError, match="readable"):
+        capture.load([tmp_path])
+    torch.save({"format": 99}, tmp_path / "a.mok")
+    with pytest.raises(MokError, match="format"):
+        capture.load([tmp_path / "a.mok"])
+    torch.save({"format": capture.FORMAT, "local_ranks": [1], "ep_size": 2}, tmp_path / "a.mok")
+    with pytest.raises(MokError, match=r"ranks \[1\] of 2"):
+        capture.load([tmp_path / "a.mok"])

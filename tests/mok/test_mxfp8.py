@@ -1,0 +1,275 @@
+"""Weights in MXFP8, and the layer that takes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mok import functional
+from mok.config import Config, Shape
+from mok.errors import DtypeError, MokError, ResourceError, ShapeError
+from mok.layer import MoELayer
+from mok.mxfp8 import Mxfp8Weight, QuantisedMasters, for_kernel, mxfp8_quantize
+from mok.reference import (
+    Case,
+    Experts,
+    expand,
+    forward_reference,
+    integer_case,
+    quantise,
+    random_case,
+    relative_l2,
+    tile_scales,
+)
+
+SHAPE = Shape(96, 128, 256, 4, 2, shared_intermediate_size=64)
+CONFIG = Config(2, 2, minibatch_size=256, macrobatch_size=512)
+
+
+def weight(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+# ---------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("layout", ["tile", "plain"])
+def test_quantise_without_a_gpu_is_the_reference(layout):
+    w = weight(2, 128, 256)
+    found = mxfp8_quantize(w, layout=layout, expanded=False)
+    assert found.shape == (2, 128, 256)
+    for part, values in ((found.normal, w), (found.transposed, w.transpose(1, 2).contiguous())):
+        expected = quantise(values)
+        assert part.layout == layout
+        assert torch.equal(part.data.view(torch.uint8), expected.data.view(torch.uint8))
+        scales = tile_scales(expected.scales) if layout == "tile" else expected.scales
+        assert torch.equal(part.scales.view(torch.uint8), scales.view(torch.uint8))
+        assert torch.equal(part.dequantise(), expand(expected))
+        other = part.with_layout("plain" if layout == "tile" else "tile")
+        assert torch.equal(
+            other.with_layout(layout).scales.view(torch.uint8), part.scales.view(torch.uint8)
+        )
+
+
+def test_one_orientation_and_two_dimensions():
+    found = mxfp8_quantize(weight(128, 128), transposed=False)
+    assert found.shape == (1, 128, 128) and found.transposed is None
+    with pytest.raises(ShapeError, match="transposed=True"):
+        found.take("transposed")
+    with pytest.raises(ShapeError, match="normal=True"):
+        mxfp8_quantize(weight(128, 128), normal=False).take("normal")
+
+
+def test_weights_of_others():
+    """float8_e4m3fn and float8_e8m0fnu as torchao and Transformer Engine have them, plain or in tiles."""
+    w = weight(3, 256, 128)
+    q, t = quantise(w), quantise(w.transpose(1, 2).contiguous())
+    for scales, scales_t in (
+        (q.scales, t.scales),
+        (tile_scales(q.scales), tile_scales(t.scales)),
+        (q.scales.view(torch.uint8), t.scales.view(torch.uint8)),
+    ):
+        taken = Mxfp8Weight.of(q.data, scales, (t.data, scales_t))
+        ours = mxfp8_quantize(w, expanded=False)
+        for orientation in ("normal", "transposed"):
+            a, b = for_kernel(taken, orientation, True), for_kernel(ours, orientation, True)
+            assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
+            assert torch.equal(a.scales, b.scales)
+            wide = for_kernel(taken, orientation, False).values
+            assert torch.equal(wide, mxfp8_quantize(w, expanded=True).take(orientation).values)
+    one = quantise(w[0])
+    assert Mxfp8Weight.of(one.data, one.scales).shape == (1, 256, 128)
+
+
+def test_bad_weights():
+    w = weight(2, 128, 256)
+    q = quantise(w)
+    with pytest.raises(DtypeError, match="bfloat16"):
+        mxfp8_quantize(w.float())
+    with pytest.raises(ShapeError, match="multiples of 128"):
+        mxfp8_quantize(weight(2, 128, 192))
+    with pytest.raises(ShapeError, match="two or three"):
+        mxfp8_quantize(weight(128))
+    with pytest.raises(ShapeError, match="tile or plain"):
+        mxfp8_quantize(w, layout="rows")
+    with pytest.raises(DtypeError, match="float8_e4m3fn"):
+        Mxfp8Weight.of(w, q.scales)
+    with pytest.raises(DtypeError, match="float8_e8m0fnu"):
+        Mxfp8Weight.of(q.data, q.scales.float())
+    with pytest.raises(ShapeError, match=r"scales of data must be \[2, 128, 8\]"):
+        Mxfp8Weight.of(q.data, q.scales[:, :64])
+    turned = quantise(w.transpose(1, 2).contiguous())
+    with pytest.raises(ShapeError, match="transposed weight"):
+        Mxfp8Weight.of(q.data, turned.scales)
+    with pytest.raises(ShapeError, match="the weight's transpose"):
+        Mxfp8Weight.of(q.data, q.scales, (q.data, q.scales))
+    with pytest.raises(DtypeError, match="expanded=False"):
+        for_kernel(mxfp8_quantize(w, expanded=True), "normal", True)
+
+
+# ---------------------------------------------------------------------- the layer
+
+
+def quantised(case, **options):
+    routed = case.routed
+    return [mxfp8_quantize(w, **options) for w in (routed.gate, routed.up, routed.down)]
+
+
+def make_workspace(case, group=None, precision="mxfp8"):
+    shape = case.shape
+    return functional.create_workspace(
+        CONFIG, group, max_tokens=len(case.x), hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size, num_experts=shape.num_experts, topk=shape.topk,
+        shared_intermediate_size=shape.shared_intermediate_size, precision=precision,
+    )  # fmt: skip
+
+
+def run(case, routed, workspace, **options):
+    schedule = functional.build_schedule(workspace, CONFIG, case.top_experts)
+    shared = case.shared
+    return functional.forward(
+        CONFIG, workspace, schedule, case.x, case.router_weights, shared.gate[0], shared.up[0],
+        shared.down[0], *routed, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(params=["sm_90a", "sm_100a"])
+def emulated(request):
+    pytest.importorskip("cutlass")
+    pytest.importorskip("numba")
+    from mok.tools.emulator import Emulator
+
+    with Emulator(request.param, num_sms=6):
+        yield request.param
+
+
+@pytest.mark.emulator
+def test_forward(emulated):
+    tile = 128 if emulated == "sm_90a" else 256
+    exact, case = integer_case(SHAPE), random_case(SHAPE)
+    with make_workspace(case) as workspace:
+        output, context = run(exact, quantised(exact), workspace)
+        assert torch.equal(output, forward_reference(exact, tile=tile))
+        wanted = forward_reference(case, tile=tile, precision="mxfp8")
+        output, context = run(case, quantised(case), workspace, save_context=False)
+        assert context is None and relative_l2(output, wanted) < 5e-3
+        # Weights that someone else quantised give the same bits.
+        parts = [quantise(w) for w in (case.routed.gate, case.routed.up, case.routed.down)]
+        others = [Mxfp8Weight.of(q.data, q.scales) for q in parts]
+        again, _ = run(case, others, workspace, save_context=False)
+        assert torch.equal(again, output)
+
+
+@pytest.mark.emulator
+def test_bad_calls(emulated):
+    case = random_case(SHAPE)
+    good = quantised(case)
+    with make_workspace(case) as workspace:
+        with pytest.raises(DtypeError, match="mxfp8_quantize"):
+            run(case, [case.routed.gate, *good[1:]], workspace)
+        with pytest.raises(ShapeError, match="its transpose"):
+            run(case, [good[2], *good[1:]], workspace)
+        only = [mxfp8_quantize(case.routed.gate, normal=False), *good[1:]]
+        with pytest.raises(ShapeError, match="normal=True"):
+            run(case, only, workspace)
+        few = [mxfp8_quantize(case.routed.gate[:3]), *good[1:]]
+        with pytest.raises(ShapeError, match="routed_gate"):
+            run(case, few, workspace)
+    narrow = random_case(Shape(8, 192, 128, 2, 1, shared_intermediate_size=64))
+    with pytest.raises(ShapeError, match="H must be a multiple of 128"):
+        make_workspace(narrow)
+    with pytest.raises(MokError, match="bf16 or mxfp8"):
+        make_workspace(case, precision="fp8")
+    with make_workspace(case, precision="bf16") as workspace, pytest.raises(DtypeError):
+        run(case, good, workspace)
+
+
+@pytest.mark.emulator
+def test_backward_is_refused(emulated):
+    case = random_case(SHAPE)
+    with make_workspace(case) as workspace:
+        schedule = functional.build_schedule(workspace, CONFIG, case.top_experts)
+        shared = (case.shared.gate[0], case.shared.up[0], case.shared.down[0])
+        weights = (*shared, *quantised(case))
+        with pytest.raises(ResourceError, match="forward pass only"):
+            functional.backward(
+                CONFIG, workspace, schedule, functional.ForwardContext(), case.x, case.x,
+                case.router_weights, *weights,
+            )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- master weights
+
+
+def test_masters_are_quantised_once_per_change():
+    masters = QuantisedMasters()
+    weight_ = torch.nn.Parameter(weight(2, 128, 128))
+    first = masters.get("w", weight_)
+    assert masters.get("w", weight_) is first
+    optimizer = torch.optim.SGD([weight_], lr=1.0)
+    weight_.grad = torch.ones_like(weight_)
+    optimizer.step()
+    second = masters.get("w", weight_)
+    assert second is not first
+    expected = mxfp8_quantize(weight_)
+    assert torch.equal(second.normal.scales, expected.normal.scales)
+    assert masters.get("w", weight_) is second
+    masters.clear()
+    assert masters.get("w", weight_) is not second
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_change_that_torch_cannot_see_is_found_in_debug_mode(dtype):
+    masters = QuantisedMasters()
+    weight_ = torch.nn.Parameter(weight(1, 128, 128).to(dtype))
+    before = masters.get("w", weight_, debug=True)
+    assert masters.get("w", weight_, debug=True) is before
+    weight_.data[0, 3, 5] += 1
+    assert masters.get("w", weight_) is before  # stale: torch's counter did not move
+    with pytest.raises(MokError, match="behind torch's back"):
+        masters.get("w", weight_, debug=True)
+    masters.clear()
+    masters.get("w", weight_, debug=True)
+    # Values that trade places are a change, too.
+    swapped = weight_.data.flatten()[[1, 0]]
+    weight_.data.view(-1)[:2] = swapped
+    with pytest.raises(MokError, match="behind torch's back"):
+        masters.get("w", weight_, debug=True)
+
+
+def make_layer(**options):
+    torch.manual_seed(0)
+    return MoELayer(128, 128, 3, 2, router="softmax", precision="mxfp8", **options)
+
+
+@pytest.mark.emulator
+def test_layer(emulated):
+    layer = make_layer(config=CONFIG)
+    x = weight(40, 128)
+    with pytest.raises(ResourceError, match="no_grad"):
+        layer(x)
+    with torch.no_grad():
+        output = layer(x)
+        case = layer_case(layer, x)
+        tile = 128 if emulated == "sm_90a" else 256
+        wanted = forward_reference(case, tile=tile, precision="mxfp8")
+        assert relative_l2(output, wanted) < 5e-3
+        layer.routed_up.mul_(2)
+        changed = layer(x)
+        case = layer_case(layer, x)
+        wanted = forward_reference(case, tile=tile, precision="mxfp8")
+        assert relative_l2(changed, wanted) < 5e-3 < relative_l2(changed, output)
+
+
+def layer_case(layer, x):
+    _, weights, ids = layer.router(x)
+    routed = Experts(layer.routed_gate, layer.routed_up, layer.routed_down)
+    return Case("layer", x, ids.long(), weights.float(), routed)
+
+
+def test_bad_layers():
+    with pytest.raises(ShapeError, match="I must be a multiple of 128"):
+        MoELayer(128, 192, 2, 1, precision="mxfp8")
+    with pytest.raises(DtypeError, match="bf16 or mxfp8"):
+        MoELayer(128, 128, 2, 1, precision="fp4")
+    assert "mxfp8" in repr(make_layer())
