@@ -211,7 +211,8 @@ def _prepare_kernel(
         ep_size,
         full.shared_intermediate_size,
     )
-    config = config or Config.suggest(shape, backend.info or emulated_machine(backend.arch))
+    machine = backend.info or emulated_machine(backend.arch)
+    config = config or Config.suggest(shape, machine, precision)
     device = backend.device
     if (ranks := processes.group()) is not None and ranks.size == ep_size:
         return processes.prepare_forward(case, lengths, config, device, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mok.errors import DeviceError, DtypeError, ResourceError, ShapeError
 from mok.models import ModelShape, get_machine
@@ -229,9 +229,7 @@ class Config:
             )
 
     @classmethod
-    def suggest(
-        cls, shape: Shape, device: Any, precision: Literal["bf16", "mxfp8"] = "bf16"
-    ) -> Config:
+    def suggest(cls, shape: Shape, device: Any, precision: str = "bf16") -> Config:
         """What ``mok tune`` found for this shape on this GPU, else a reasonable start: the two-wave
         minibatch (all rows at EP = 1, up to 65536), a ring of at most 32 of them, and at EP > 1 the
         comm SMs that the simulator finds best on this kind of GPU (about a second, once a shape).

@@ -10,8 +10,11 @@ from mok.runtime.plan import plan_workspace
 BF16, FP32 = 2, 4
 
 
-def memory(shape: Shape, config: Config, arch: str) -> dict[str, int]:
-    """Bytes by purpose, for T = ``num_tokens`` at most, BF16.
+def memory(shape: Shape, config: Config, arch: str, precision: str = "bf16") -> dict[str, int]:
+    """Bytes by purpose, for T = ``num_tokens`` at most.
+
+    With MXFP8 the heap and the workspace are what ``runtime.plan`` says; weights, context and scratch are
+    counted as BF16, an upper bound.
 
     The workspace is sized by ``runtime.plan``. The context (per layer and call) and backward's
     scratch come from torch's allocator with the shapes that ``mok.call`` and ``mok.backward_call``
@@ -22,7 +25,7 @@ def memory(shape: Shape, config: Config, arch: str) -> dict[str, int]:
     tokens = max(1, shape.num_tokens)
     h, i, topk = shape.hidden_size, shape.intermediate_size, shape.topk
     shared = shape.shared_intermediate_size or 0
-    sizes = plan_workspace(shape, config, tokens, arch)
+    sizes = plan_workspace(shape, config, tokens, arch, precision)
     ring, rows = sizes.ring, sizes.y_rows
     in_ring = not sizes.direct
     tile = Tile(m=tile_rows(arch))

@@ -213,7 +213,7 @@ def plan(
     start = search.trial(Config.suggest(shape, machine, precision))
     best = search.descend(start.config, rounds, report)
     sensitivity = search.sensitivity(best.config)
-    needed = memory(shape, best.config, machine.arch)
+    needed = memory(shape, best.config, machine.arch, precision)
     fits = sum(needed.values()) <= machine["memory_bytes"]
     return Plan(best, start, sensitivity, needed, fits, len(search.known))
 

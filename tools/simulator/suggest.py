@@ -14,7 +14,7 @@ from functools import lru_cache
 from mok.config import Config, Shape
 from mok.tools.simulator.machine import Machine, load_machine
 from mok.tools.simulator.routing import balanced
-from mok.tools.simulator.scenario import Direction, Precision, Scenario
+from mok.tools.simulator.scenario import Direction, Scenario
 from mok.tools.simulator.simulate import simulate
 
 STEPS = (4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56)
@@ -34,7 +34,7 @@ def machine_for(arch: str, num_sms: int) -> Machine | None:
 
 
 def with_comm_sms(
-    config: Config, shape: Shape, arch: str, num_sms: int, precision: Precision = "bf16"
+    config: Config, shape: Shape, arch: str, num_sms: int, precision: str = "bf16"
 ) -> Config:
     """``config`` with the comm SMs that the model finds best; itself where they do not matter."""
     moves = shape.ep_size > 1 or precision == "mxfp8"
@@ -50,9 +50,7 @@ def with_comm_sms(
 
 
 @lru_cache(maxsize=256)
-def _best(
-    start: Config, shape: Shape, arch: str, num_sms: int, precision: Precision
-) -> tuple[int, ...]:
+def _best(start: Config, shape: Shape, arch: str, num_sms: int, precision: str) -> tuple[int, ...]:
     machine = machine_for(arch, num_sms)
     assert machine is not None
     routing = balanced(shape)
@@ -62,7 +60,7 @@ def _best(
         config = dataclasses.replace(start, **changes)  # type: ignore[arg-type]
         return simulate(
             Scenario(
-                shape, config, machine, direction, precision, routing=routing,
+                shape, config, machine, direction, precision, routing=routing,  # type: ignore[arg-type]
                 save_context=direction == "forward",
             )
         ).ms  # fmt: skip
