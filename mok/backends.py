@@ -222,7 +222,8 @@ def _prepare_kernel(
         ep_size,
         full.shared_intermediate_size,
     )
-    config = config or Config.suggest(shape, backend.info or emulated_machine(backend.arch))
+    machine = backend.info or emulated_machine(backend.arch)
+    config = config or Config.suggest(shape, machine, precision)
     device = backend.device
     place = processes.Place(ep_size, device)
     workspace = functional.create_workspace(

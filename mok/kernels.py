@@ -124,6 +124,7 @@ def backward_spec(
     direct: bool,
     grad_mode: str = "bf16",
     launch_control: bool = True,
+    trace: bool = False,
     mxfp8: bool = False,
     wire: bool = False,
 ) -> KernelSpec:
@@ -131,7 +132,7 @@ def backward_spec(
     "fp32", "bf16_add" and "fp32_add" (added to what is there). Other arguments as forward's."""
     name, more = _precision(f"backward_{_path(direct)}_{grad_mode}", {}, mxfp8, wire)
     return _for_machine(
-        name, arch, BACKWARD, launch_control, direct=direct, grad_mode=grad_mode, **more
+        name, arch, BACKWARD, launch_control, trace, direct=direct, grad_mode=grad_mode, **more
     )
 
 
