@@ -102,7 +102,8 @@ def test_twenty_seeds(how):
 
 @functools.cache
 def random_inputs():
-    return dataclasses.replace(DIRECT, limit=0.75, gated=True).inputs(False, "cpu")
+    # The limit lies between two BF16 values: rounding gate and up does not move them across it.
+    return dataclasses.replace(DIRECT, limit=1 + 2.0**-8).inputs(False, "cpu")
 
 
 def bits(seed=None, num_sms=SMS, layer=DIRECT, **options):
