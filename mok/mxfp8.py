@@ -340,9 +340,10 @@ class QuantisedMasters:
         Raises:
             MokError: in debug mode, for a master that changed and whose version did not.
         """
-        seen = (master._version, master.data_ptr(), master.device, transposed)
+        seen = (master._version, master.data_ptr(), master.device)
         found = self._made.get(name)
-        if found is None or found[0] != seen:
+        enough = found is not None and (not transposed or found[2].transposed is not None)
+        if found is None or found[0] != seen or not enough:
             made = mxfp8_quantize(master.detach().bfloat16(), transposed=transposed)
             found = (seen, checksum(master) if debug else None, made)
             self._made[name] = found
