@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mok.call import Call, ForwardContext, LaunchFacts, check_tensor, num_sms
 from mok.errors import DtypeError, ResourceError, ShapeError
+from mok.kernels_cute import trace
 
 GRAD_NAMES = (
     "routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down",
@@ -54,6 +55,8 @@ class Scratch:
 
 class BackwardCall(Call):
     """The checked arguments of a backward call, and its launches."""
+
+    program = trace.BACKWARD
 
     def attach(
         self, context: ForwardContext, grad_output: Sequence[Tensor], grads: Sequence[Any] | None,
@@ -231,6 +234,7 @@ class BackwardCall(Call):
             -(-tokens // self.sizes.tile),
         )
         self.zero_counters(layout.size)
+        self.workspace.backward_words = (layout, self._counter_sets[0])
         return plans
 
     def run_backward(
@@ -336,7 +340,13 @@ class BackwardCall(Call):
         launch(
             get_kernel(
                 kernels.backward_spec(
-                    w.arch, self.direct, self.grad_mode, self.mxfp8, self.sizes.wire
+                    w.arch,
+                    self.direct,
+                    self.grad_mode,
+                    self.config.launch_control,
+                    self.config.trace,
+                    self.mxfp8,
+                    self.sizes.wire,
                 )
             ),
             *arguments.values(),

@@ -120,17 +120,20 @@ def token_sum_spec(
 
 @cache
 def backward_spec(
-    arch: str, direct: bool, grad_mode: str = "bf16", mxfp8: bool = False, wire: bool = False
+    arch: str,
+    direct: bool,
+    grad_mode: str = "bf16",
+    launch_control: bool = True,
+    trace: bool = False,
+    mxfp8: bool = False,
+    wire: bool = False,
 ) -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
-    "fp32", "bf16_add" and "fp32_add" (added to what is there). ``mxfp8``, ``wire``: as forward's."""
-    name = f"backward_{_path(direct)}_{grad_mode}"
-    more: dict[str, bool] = {}
-    if mxfp8:
-        name, more["mxfp8"] = f"{name}_mxfp8", True
-    if wire:
-        name, more["wire"] = f"{name}_wire", True
-    return _for_machine(name, arch, BACKWARD, direct=direct, grad_mode=grad_mode, **more)
+    "fp32", "bf16_add" and "fp32_add" (added to what is there). Other arguments as forward's."""
+    name, more = _precision(f"backward_{_path(direct)}_{grad_mode}", {}, mxfp8, wire)
+    return _for_machine(
+        name, arch, BACKWARD, launch_control, trace, direct=direct, grad_mode=grad_mode, **more
+    )
 
 
 @cache

@@ -29,9 +29,6 @@ from mok.runtime.compile import KernelSpec, get_kernel
 from mok.runtime.launch import active_emulator, launch
 from tests.helpers import address, arch_of, kernel, run_token_sum, stream_of
 
-SCALES = (  # of MXFP8
-    "gate_scales", "up_scales", "down_scales", "x_scales", "hidden_scales", "x_heap_scales",
-)  # fmt: skip
 TIMEOUT_NS = 30_000_000_000
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -41,6 +38,7 @@ def call(spec: KernelSpec, device: torch.device, **arguments) -> None:
     module, _, cls = spec.factory.rpartition(":")
     host = getattr(importlib.import_module(module), cls).__call__
     names = list(inspect.signature(host).parameters)[1:-1]
+    arguments |= {name: 0 for name in names if name.endswith("_scales")}  # of MXFP8
     assert set(arguments) == set(names), set(arguments) ^ set(names)
     values = [arguments[n] for n in names]
     emulator = active_emulator()
@@ -322,7 +320,6 @@ class _Rank:
             x_heap=run.at["x"],
             slots_heap=run.at["slots"],
             counters=self.kept(run.words(layout.size)),
-            **dict.fromkeys(SCALES, 0),
             hidden_size=run.hidden,
             y_rows=self.rows,
             **self.weights,

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import comm, comm_mxfp8, sync
+from .. import comm, comm_mxfp8, sync, trace
 from ..epilogue.router_grad import sum_groups
 from ..machine import CHUNK_N
 from ..megakernel import WARPS, MegaKernel
@@ -40,6 +40,10 @@ class CommRoles(MegaKernel):
                 item, minibatch = self.decode_item(prog, schedule, sizes, index, minibatch)
                 if thread == 0:
                     self.wait_item(ctx, prog, item, index)
+                    if cutlass.const_expr(self.trace):
+                        ctx.tracer.begin(
+                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
+                        )
                 cute.arch.sync_threads()
                 if item.kind == DISPATCH:
                     self.bring_in(prog, item, schedule, sizes, buffers, warp)
@@ -52,6 +56,8 @@ class CommRoles(MegaKernel):
                         sync.arrive(counters.dispatch + item.minibatch)
                     else:
                         sync.arrive(counters.push + item.minibatch)
+                    if cutlass.const_expr(self.trace):
+                        ctx.tracer.end()
             else:
                 cute.arch.sync_threads()
 

@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 
 from mok.errors import ResourceError
 
-from .. import comm, sync
+from .. import comm, sync, trace, tracing
 from ..machine import CHUNK_N, HOPPER, machine_of
 from ..matrix import matrix, transposed
 from ..queue import DSL
@@ -44,6 +44,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         scheduling: "clc" or "tickets"; None for the machine's default.
         mxfp8: routed experts in MXFP8, expanded to BF16; Hopper, not with ``direct``.
         wire: with mxfp8, x_heap is quantised already (dy_heap never is). Changes no bit of any result.
+        trace: record begin and end of every task (``tracing``).
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -59,6 +60,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         group_m: int | None = None,
         stages: int | None = None,
         scheduling: str | None = None,
+        trace: bool = False,
         mxfp8: bool = False,
         wire: bool = False,
     ):
@@ -78,6 +80,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         store_stages = 2 if hopper else 4
         super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages)
         self.wire = wire
+        self.trace = trace
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
         self.tile = backward_tile(self.machine, group_m)
@@ -307,6 +310,10 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         self.setup()
         ctx = Context(sources, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
+        if cutlass.const_expr(self.trace):
+            ctx.tracer = tracing.Tracer(storage.trace_words.data_ptr())
+            if cute.arch.thread_idx()[0] == 0:
+                ctx.tracer.open(watch.record, trace.BACKWARD)
         shared = self.enter(storage, ctx.counters.started)
         if cutlass.const_expr(self.direct):
             self.compute_cta(ctx, shared)

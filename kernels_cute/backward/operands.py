@@ -9,6 +9,7 @@ from .. import comm
 from ..gemm.operands import RowSource, Tma
 from ..invariant import Invariant
 from ..sync import Watch, int_ptr
+from ..tracing import Tracer
 
 
 class Sources(NamedTuple):
@@ -209,6 +210,7 @@ class Context(Invariant):
         self.sizes: Sizes = sizes
         self.buffers: Buffers = buffers
         self.watch: Watch = watch
+        self.tracer: Tracer | None = None  # of a kernel built with ``trace``
         self.swiglu_limit: Float32 = swiglu_limit
 
     @property

@@ -82,12 +82,21 @@ class StoreRoles(MegaKernel):
                         chunk, phase = self.store_gradient(
                             shared, gradients, entry, kind - SHARED, chunk, phase
                         )
+            if cutlass.const_expr(self.trace):
+                if kind != END:
+                    ctx.tracer.end(1 - self.unstaged(entry))
             if cutlass.const_expr(self.chunk_steps > 0):
                 steps = entry.k_tiles
                 if kind == DDOWN or kind == SHARED + DDOWN:
                     steps += self.chunk_steps
                 stage = (stage + steps) % self.mainloop.stages
         staging.drain()
+
+    def unstaged(self, entry) -> Int32:
+        """1 for a weight gradient that the result warps write themselves."""
+        if self.grad_mode != "bf16":
+            return sync.select(entry.kind % SHARED >= WDOWN, Int32(1), Int32(0))
+        return sync.select(entry.later != 0, Int32(1), Int32(0))
 
     def to(self, shared, *tmas):
         """Store targets of row-major chunks."""

@@ -17,7 +17,7 @@ NAME = "check"
 HELP = "check results against the oracle"
 
 MXFP8_ON_HOPPER = " MXFP8 on Hopper gives the same numbers as on Blackwell, not speed."
-WHAT = ("forward", "mxfp8", "all")
+WHAT = ("forward", "backward", "bits", "mxfp8", "all")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
     from mok import processes
     from mok.backends import choose_backend
+    from mok.commands import check_training
     from mok.commands.check_cases import forward_cases, mxfp8_cases, on_processes
 
     backend = choose_backend(args.arch, args.emulate)
@@ -44,21 +45,32 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     with progress.status("Checking …") as status:
         if ranks is not None:
             processes.require_kernel(backend.kind, backend.note)
-        makers = {"forward": forward_cases, "mxfp8": mxfp8_cases}
-        for what, make in makers.items():
+        checks: dict[str, tuple[Any, Any]] = {
+            "forward": (forward_cases, run_case),
+            "backward": (check_training.backward_cases, check_training.run_backward_case),
+            "bits": (check_training.bits_cases, check_training.run_bits_case),
+            "mxfp8": (mxfp8_cases, run_case),
+        }
+        for what, (make, check) in checks.items():
             if args.what not in (what, "all"):
                 continue
             chosen = make(backend, args.model, args.quick)
             if ranks is not None:
                 chosen = on_processes(chosen, ranks.size)
             for case in chosen:
-                status.update(f"Checking {case.name} …")
-                cases += run_case(case, backend)
+                status.update(f"Checking {what}, {case.name} …")
+                cases += check(case, backend)
     size = 1 if ranks is None else ranks.size
     note = backend.note
-    if args.what != "forward" and backend.arch == "sm_90a":
+    if args.what in ("mxfp8", "all") and backend.arch == "sm_90a":
         note += MXFP8_ON_HOPPER
-    return {"backend": backend.name, "note": note, "processes": size, "cases": cases}
+    return {
+        "backend": backend.name,
+        "note": note,
+        "what": args.what,
+        "processes": size,
+        "cases": cases,
+    }
 
 
 def run_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
@@ -86,21 +98,20 @@ def run_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
     )
     # On a GPU the loop would take hours; the integer cases are exact in FP32 as well.
     expected = forward_oracle(inputs) if backend.on_gpu else forward_loop(inputs)
-
-    def row(name: str, value: float, limit: float) -> dict[str, Any]:
-        return {
-            "name": name, "metric": case.metric, "value": value, "limit": limit, "ok": value <= limit,
-        }  # fmt: skip
-
     if case.metric == "mismatches":
-        return [row(case.name, float((found != expected.bfloat16()).sum()), case.limit)]
-    rows = [row(case.name, relative_l2(found, expected), case.limit)]
+        wrong = float((found != expected.bfloat16()).sum())
+        return [row(case.name, case.metric, wrong, case.limit)]
+    rows = [row(case.name, case.metric, relative_l2(found, expected), case.limit)]
     if case.precision == "mxfp8":
         quantised = forward_reference(inputs, case.ep_size, precision="mxfp8")
-        rows.append(
-            row(f"{case.name}, against the quantised", relative_l2(found, quantised), MXFP8_LIMIT)
-        )
+        error = relative_l2(found, quantised)
+        rows.append(row(f"{case.name}, against the quantised", case.metric, error, MXFP8_LIMIT))
     return rows
+
+
+def row(name: str, metric: str, value: float, limit: float) -> dict[str, Any]:
+    """One case of the document."""
+    return {"name": name, "metric": metric, "value": value, "limit": limit, "ok": value <= limit}
 
 
 def passed(document: dict[str, Any]) -> bool:
@@ -113,7 +124,7 @@ def show(document: dict[str, Any], console: Console) -> None:
     where = document["backend"]
     if document["processes"] > 1:
         where += f", {document['processes']} processes"
-    table = Table(title=f"Forward on {where}", title_justify="left")
+    table = Table(title=f"{document['what'].capitalize()} on {where}", title_justify="left")
     for column in ("case", "metric"):
         table.add_column(column)
     for column in ("value", "limit"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mok.backends import Backend
 from mok.commands.shapes import fit_to_gpu, shrink
@@ -47,20 +49,31 @@ def forward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[
 
     With ``model``, its shape alone, with random and with exact values.
     """
-    names = [model] if model else list(MODELS)
-    if quick and not model:
-        names = ["qwen3-30b-a3b", "deepseek-v3"]
-    for name in names:
-        yield from _model_cases(backend, name)
+    yield from model_cases(backend, model, quick, BF16_LIMIT)
     if not model:
         yield from _exact_cases(backend, quick)
 
 
-def on_processes(cases: Iterator[CheckCase], size: int) -> Iterator[CheckCase]:
-    """The cases at EP = ``size``, each once."""
+def model_cases(
+    backend: Backend, model: str | None, quick: bool, limit: float
+) -> Iterator[CheckCase]:
+    """The shape of ``model``, or of all models, with random values (within ``limit``) and exact ones."""
+    names = [model] if model else list(MODELS)
+    if quick and not model:
+        names = ["qwen3-30b-a3b", "deepseek-v3"]
+    for name in names:
+        for case in _model_cases(backend, name):
+            if case.metric == "relative_l2":
+                case = dataclasses.replace(case, limit=limit)
+            yield case
+
+
+def on_processes(cases: Iterator[Any], size: int) -> Iterator[Any]:
+    """The cases (of any kind with a name, ranks and tokens) at EP = ``size``, each once."""
     seen = set()
     for case in cases:
-        name = re.sub(r"EP \d+", f"EP {size}", case.name)
+        name, found = re.subn(r"EP \d+", f"EP {size}", case.name)
+        name = name if found else f"{name}, EP {size}"
         if name not in seen:
             seen.add(name)
             lengths = fit(case.tokens_per_rank, size)
@@ -118,23 +131,29 @@ def _model_cases(backend: Backend, name: str, multiple: int = 64) -> Iterator[Ch
         )
 
 
+def exact_case(
+    backend: Backend,
+    name: str,
+    shape: Shape,
+    ep_size: int = 1,
+    kind: str = "random",
+    **more: object,
+) -> CheckCase:
+    """A case of integers."""
+    limit = 128.0 if kind == "skewed" else None  # one routing with the clamp, too
+    return CheckCase(
+        f"{name}: {_text(shape)} EP {ep_size}, integer {kind}",
+        lambda: integer_case(shape, kind=kind, device=backend.device, swiglu_limit=limit),
+        ep_size,
+        "mismatches",
+        0.0,
+        **more,  # type: ignore[arg-type]
+    )
+
+
 def _exact_cases(backend: Backend, quick: bool) -> Iterator[CheckCase]:
-    device = backend.device
     tokens = 4096 if backend.on_gpu else 40
-
-    def exact(
-        name: str, shape: Shape, ep_size: int = 1, kind: str = "random", **more: object
-    ) -> CheckCase:
-        limit = 128.0 if kind == "skewed" else None  # one routing with the clamp, too
-        return CheckCase(
-            f"{name}: {_text(shape)} EP {ep_size}, integer {kind}",
-            lambda: integer_case(shape, kind=kind, device=device, swiglu_limit=limit),
-            ep_size,
-            "mismatches",
-            0.0,
-            **more,  # type: ignore[arg-type]
-        )
-
+    exact = functools.partial(exact_case, backend)
     base = Shape(tokens, 192, 320, 10, 4, shared_intermediate_size=128)
     for ep_size in (1, 3) if quick else (1, 2, 3, 4, 8):
         for kind in ("random", "dropped") if quick else ROUTINGS:

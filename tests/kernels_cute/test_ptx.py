@@ -52,6 +52,10 @@ CASES = {
     "mul_rn": (lambda a, w, x: ptx.mul_rn(x, x), "mul.rn.f32"),
     "add_rn": (lambda a, w, x: ptx.add_rn(x, x), "add.rn.f32"),
     "fma_rn": (lambda a, w, x: ptx.fma_rn(x, x, Float32(1.0)), "fma.rn.f32"),
+    "mad_wide": (
+        lambda a, w, x: ptx.store_16(ptx.mad_wide(Int32(w), Int32(w), a), w, w, w, w),
+        "mad.wide.u32",
+    ),
     "ex2": (lambda a, w, x: ptx.ex2(x), "ex2.approx.ftz.f32"),
     "rcp": (lambda a, w, x: ptx.rcp(x), "rcp.approx.ftz.f32"),
     "min_nan": (lambda a, w, x: ptx.min_nan(x, Float32(1.0)), "min.NaN.f32"),

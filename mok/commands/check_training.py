@@ -1,0 +1,179 @@
+"""The cases of ``mok check backward`` and ``mok check bits``, for each kind of backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mok.backends import Backend, emulated_machine
+from mok.commands.check_cases import CheckCase, exact_case, model_cases
+from mok.config import Config, Shape, tile_rows
+from mok.reference import (
+    GRADIENT_LIMIT,
+    ROUTINGS,
+    Gradients,
+    backward_loop,
+    backward_oracle,
+    integer_gradient,
+    random_case,
+    random_gradient,
+    relative_l2,
+)
+from mok.training_run import run_training
+
+
+def backward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
+    """Models with random and exact values, then exact cases over routings, ranks and rings.
+
+    With ``model``, its shape alone.
+    """
+    yield from model_cases(backend, model, quick, GRADIENT_LIMIT)
+    if model:
+        return
+    tokens = 4096 if backend.on_gpu else 40
+    base = Shape(tokens, 192, 320, 10, 4, shared_intermediate_size=128)
+    for ep_size in (1, 3) if quick else (1, 2, 3, 4, 8):
+        for kind in ("dropped",) if quick else ROUTINGS:
+            yield exact_case(backend, "routing", base, ep_size, kind)
+    # Three tiles of one expert in a ring of one: macrobatches are replayed, accumulators handed on.
+    tile = _tile(backend)
+    wrapped = Shape(2 * tile + 40, 64, 64, 3, 2, shared_intermediate_size=64)
+    for ep_size in (1, 2):
+        yield exact_case(
+            backend, "replay", wrapped, ep_size, "few_experts", config=Config(2, 2, tile, tile)
+        )
+    if quick:
+        return
+    for t in (0, 1, 255):
+        yield exact_case(backend, "tokens", dataclasses.replace(base, num_tokens=t), 2)
+    yield exact_case(backend, "one expert, K 1", Shape(tokens, 64, 64, 1, 1))
+    uneven = (tokens - 5, 0, 5)
+    yield exact_case(backend, "a rank with no token", base, 3, tokens_per_rank=uneven)
+
+
+def run_backward_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
+    """One row of the document: the worst gradient of the case against the oracle."""
+    from mok.commands.check import row
+
+    inputs = case.make()
+    exact = case.metric == "mismatches"
+    dy = integer_gradient(inputs) if exact else random_gradient(inputs)
+    _, found = run_training(
+        inputs, dy, case.ep_size, backend, config=case.config, tokens_per_rank=case.tokens_per_rank
+    )
+    expected = backward_oracle(inputs, dy) if backend.on_gpu else backward_loop(inputs, dy)
+    errors = [
+        _error(value, oracle, exact)
+        for value, oracle in _pairs(found, expected)
+        # Each rank rounds its own sum for the shared expert; the oracle has one for all.
+        if not exact or value.shape == oracle.shape
+    ]
+    value = sum(errors) if exact else max(errors)
+    return [row(f"{case.name}, {len(errors)} gradients", case.metric, value, case.limit)]
+
+
+def _pairs(found: Gradients, expected: Gradients) -> Iterator[tuple[Tensor, Tensor]]:
+    """Gradients with their oracles."""
+    oracle = expected.named()
+    for name, value in found.named().items():
+        yield value, oracle[name]
+
+
+def _error(found: Tensor, expected: Tensor, exact: bool) -> float:
+    if exact:  # every sum is; its one rounding is the same
+        return float((found != expected.to(found.dtype)).sum())
+    if found.shape != expected.shape:  # ranks' sums for the shared expert
+        found = found.double().sum(0, keepdim=True)
+    # Of a gradient that is zero everywhere, such as no token's, any error is too much.
+    if not expected.any():
+        return float("inf") if found.any() else 0.0
+    return relative_l2(found, expected)
+
+
+# ---------------------------------------------------------------------- bits
+
+
+@dataclass(frozen=True)
+class BitsCase:
+    """Another way to run the same call, which must not change a bit."""
+
+    name: str
+    ep_size: int = 1
+    config: Config | None = None
+    recompute: bool = False
+    tokens_per_rank: tuple[int, ...] | None = None
+
+
+def bits_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[BitsCase]:
+    """A repeat, tunables, one to five macrobatches, ranks, a rebuilt context.
+
+    The reference only promises the first and the last: it adds macrobatches in another order.
+    """
+    tile = _tile(backend)
+    yield BitsCase("repeat")
+    if backend.kind == "reference":
+        yield BitsCase("EP 2", 2)
+        return
+    yield BitsCase("a rebuilt context", recompute=True)
+    yield BitsCase("one tile per macrobatch", config=Config(2, 2, tile, tile))
+    yield BitsCase("EP 2, two tiles per macrobatch", 2, Config(2, 2, tile, 2 * tile))
+    if quick:
+        return
+    yield BitsCase("minibatch of two tiles", config=Config(2, 2, 2 * tile, 2 * tile))
+    yield BitsCase("EP 2, rebuilt, one tile", 2, Config(2, 4, tile, tile), recompute=True)
+    yield BitsCase("EP 2, one rank without tokens", 2, tokens_per_rank=(_tokens(backend), 0))
+    yield BitsCase("EP 4, more comm SMs", 4, Config(4, 4, tile, tile))
+    yield BitsCase("EP 8", 8)
+    if tile_rows(_arch(backend)) == 256:
+        config = Config(2, 2, tile, tile, launch_control=False)
+        yield BitsCase("EP 2, without launch control", 2, config)
+
+
+_baselines: dict[str, tuple[Tensor, Gradients]] = {}
+
+
+def run_bits_case(case: BitsCase, backend: Backend) -> list[dict[str, Any]]:
+    """One row of the document: differing elements of the output and all gradients.
+
+    Left out are gradients of the shared expert at other numbers of ranks: each is a rank's own sum.
+    """
+    from mok.commands.check import row
+
+    shape = Shape(_tokens(backend), 128, 192, 3, 2, shared_intermediate_size=64)
+    inputs = random_case(shape, kind="skewed", swiglu_limit=0.75, gated=True, device=backend.device)
+    dy = random_gradient(inputs)
+    if backend.name not in _baselines:
+        _baselines[backend.name] = run_training(inputs, dy, 1, backend)
+    output, gradients = _baselines[backend.name]
+    found, others = run_training(
+        inputs,
+        dy,
+        case.ep_size,
+        backend,
+        config=case.config,
+        recompute=case.recompute,
+        tokens_per_rank=case.tokens_per_rank,
+    )
+    different = int((found != output).sum())
+    want = gradients.named()
+    for name, value in others.named().items():
+        if case.ep_size == 1 or not name.startswith("shared "):
+            different += int((value != want[name]).sum())
+    return [row(case.name, "mismatches", float(different), 0.0)]
+
+
+def _arch(backend: Backend) -> str:
+    return backend.arch or emulated_machine(None).arch
+
+
+def _tile(backend: Backend) -> int:
+    return tile_rows(_arch(backend))
+
+
+def _tokens(backend: Backend) -> int:
+    """So many that a skewed routing fills more than five tiles of rows."""
+    return 4096 if backend.on_gpu else 2 * _tile(backend) + 44
