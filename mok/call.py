@@ -168,6 +168,8 @@ class Call:
         self.mxfp8 = workspace.precision == "mxfp8"
         self.routed_given = routed
         self.scales: list[list[Tensor | None]] = []
+        from mok.mxfp8 import mxfp8_per_rank
+
         self.routed = []
         for name, value in zip(names, routed, strict=True):
             if self.mxfp8:
@@ -519,38 +521,6 @@ def per_rank(workspace: Workspace, name: str, value: Any) -> list[Tensor]:
             f"{name} needs one tensor for each of the {count} local ranks", f"{len(value)} given"
         )
     return list(value)
-
-
-def mxfp8_per_rank(
-    workspace: Workspace, name: str, value: Any, is_down: bool
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """(what the kernel multiplies with, its scales or None) per local rank, of quantised weights."""
-    from mok.mxfp8 import Mxfp8Weight, for_kernel
-
-    values = [value] if isinstance(value, Mxfp8Weight) else value
-    count = len(workspace.group.local_ranks)
-    if not isinstance(values, Sequence) or not all(isinstance(v, Mxfp8Weight) for v in values):
-        raise DtypeError(
-            f"{name} must be an Mxfp8Weight in a workspace with precision mxfp8, one per local rank",
-            type(value).__name__,
-            "Quantise it with mok.mxfp8_quantize",
-        )
-    if len(values) != count:
-        raise ShapeError(
-            f"{name} needs one weight for each of the {count} local ranks", f"{len(values)} given"
-        )
-    hidden, inner = workspace.shape.hidden_size, workspace.shape.intermediate_size
-    size = (hidden, inner) if is_down else (inner, hidden)
-    for weight in values:
-        if weight.shape[1:] != size and weight.shape[2:0:-1] == size:
-            raise ShapeError(
-                f"{name} must be quantised as [E, {size[0]}, {size[1]}]",
-                f"{list(weight.shape)}: that is its transpose",
-                "Quantise the weight itself; mxfp8_quantize makes both orientations",
-            )
-    parts = [for_kernel(v, "normal", workspace.sizes.scaled) for v in values]
-    data = [p.values if p.values is not None else p.data for p in parts]
-    return [d for d in data if d is not None], [p.scales for p in parts]
 
 
 def unwrap(values: list[Any], like: Any) -> Any:
