@@ -210,7 +210,6 @@ def _prepare_kernel(
 ) -> Callable[[], Tensor]:
     from mok import functional
     from mok.mxfp8 import mxfp8_quantize
-    from mok.runtime.group import Group
 
     ep_size = len(lengths)
     full = case.shape
@@ -223,14 +222,13 @@ def _prepare_kernel(
         ep_size,
         full.shared_intermediate_size,
     )
-    config = config or Config.suggest(shape, backend.info or emulated_machine(backend.arch))
+    machine = backend.info or emulated_machine(backend.arch)
+    config = config or Config.suggest(shape, machine, precision)
     device = backend.device
-    if (ranks := processes.group()) is not None and ranks.size == ep_size:
-        return processes.prepare_forward(case, lengths, config, device, ranks)
-    group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
+    place = processes.Place(ep_size, device)
     workspace = functional.create_workspace(
         config,
-        group,
+        place.group,
         device=device,
         max_tokens=max(shape.num_tokens, 1),
         hidden_size=shape.hidden_size,
@@ -254,9 +252,7 @@ def _prepare_kernel(
         (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
     )
 
-    def each(values: Sequence[Any]) -> Any:
-        return values[0] if ep_size == 1 else list(values)
-
+    each = place.each
     gate_up_down: tuple[Any, Any, Any] = tuple(  # type: ignore[assignment]
         each([weights[i] for weights in routed]) for i in range(3)
     )
@@ -279,7 +275,7 @@ def _prepare_kernel(
             assert context is not None
             grads = each(dy.split(lengths))
             functional.backward(config, workspace, schedule, context, grads, *arguments)
-        return output if ep_size == 1 else torch.cat(list(output))
+        return place.together(output)
 
     return run
 
