@@ -69,7 +69,9 @@ class BarrierKernel:
     ):
         other, _, _ = cute.arch.thread_idx()
         own_poison = peer(poison, rank_stride, rank)
-        seen = SmemAllocator().allocate_array(Int32, 2)  # what one thread saw, so that all do the same
+        seen = SmemAllocator().allocate_array(
+            Int32, 2
+        )  # what one thread saw, so that all do the same
         if other == 0:
             cute.arch.store(seen, peek(own_poison))
             cute.arch.store(seen + 1, peek(epoch) + 1)
