@@ -262,7 +262,7 @@ def _kernel(
     weight: Tensor, normal: bool, transposed: bool, layout: str, expanded: bool, arch: str
 ) -> tuple[MxTensor | None, MxTensor | None]:
     from mok import kernels
-    from mok.call import stream_handle
+    from mok.arguments import stream_handle
     from mok.runtime.compile import get_kernel
     from mok.runtime.launch import launch
 
