@@ -227,7 +227,10 @@ class ForwardRoles(MegaKernel):
             kind = entry.kind
             if cutlass.const_expr(self.trace):
                 if kind != END:
-                    ctx.tracer.begin()
+                    ctx.tracer.begin(
+                        trace.COMPUTE, kind, entry.ticket, entry.minibatch, entry.expert,
+                        entry.block, entry.n,
+                    )  # fmt: skip
             # What was waited for reached memory by way of other threads; TMA reads past them.
             cute.arch.fence_proxy("async.global")
             if kind == UP:
@@ -480,10 +483,7 @@ class ForwardRoles(MegaKernel):
                 staging.drain()
             if cutlass.const_expr(self.trace):
                 if kind != END:
-                    ctx.tracer.end(
-                        trace.COMPUTE, kind, entry.ticket, entry.minibatch, entry.expert,
-                        entry.block, entry.n,
-                    )  # fmt: skip
+                    ctx.tracer.end()
 
     @cute.jit
     def comm_cta(self, ctx, shared):
@@ -509,7 +509,9 @@ class ForwardRoles(MegaKernel):
                 if thread == 0:
                     self.wait_item(ctx, prog, item, index)
                     if cutlass.const_expr(self.trace):
-                        ctx.tracer.begin()
+                        ctx.tracer.begin(
+                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
+                        )
                 cute.arch.sync_threads()
                 if item.kind == program.DISPATCH:
                     if cutlass.const_expr(self.wire):
@@ -541,9 +543,7 @@ class ForwardRoles(MegaKernel):
                     else:
                         sync.arrive(ctx.counters.y_free + item.minibatch)
                     if cutlass.const_expr(self.trace):
-                        ctx.tracer.end(
-                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
-                        )
+                        ctx.tracer.end()
             else:
                 cute.arch.sync_threads()
 

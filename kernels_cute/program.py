@@ -16,6 +16,10 @@ Total order of the forward pass (comm items exist only when rows pass the ring):
     dispatch of every minibatch whose slot is fresh,
     then for each minibatch s in processing order: up(s), down(s), combine(s), dispatch(next(s))
 
+Processing goes round the slots: after the last macrobatch (the *head*, which may fill only some of them)
+come the slots that it left free, then its own again. Were every macrobatch to begin at slot 0, all fresh
+dispatches would come before the first refill, and compute would wait for them (docs/scaling.md).
+
 Every wait below is on an item that comes earlier in this order, and every worker takes its items in
 increasing order, so the first unfinished item can always run: no deadlock as long as all comm workers
 and one compute worker are resident. ``tests/kernels_cute/test_program.py`` checks it on random shapes.
@@ -148,7 +152,8 @@ class Forward(Invariant):
         """The minibatch processed at ``position`` (0 … minibatches-1)."""
         behind = position - self.head_mbs
         macrobatch = self.macrobatches - 2 - behind // self.ring_mbs
-        later = macrobatch * self.ring_mbs + behind % self.ring_mbs
+        # Slots go round: the head's are refilled last, and are needed last.
+        later = macrobatch * self.ring_mbs + position % self.ring_mbs
         return self.ops.select(position < self.head_mbs, self.head_first_mb + position, later)
 
     def blocks_in(self, minibatch: Int) -> Int:

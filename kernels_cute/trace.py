@@ -24,7 +24,7 @@ atomic is needed. ``counts`` may exceed ``capacity``: what came later is lost, a
 Tasks of the shared expert have no minibatch and no expert; the reader says -1.
 
 ``begin`` is taken when the task's waits are over (load warp, comm worker), ``end`` when its results are in
-memory and signalled (store warp). So the records of one CTA overlap: the next task loads while the
+memory and signalled, or, where nobody waits for them, on their way there. So the records of one CTA overlap: the next task loads while the
 last one's results leave. On the globaltimer all SMs of a GPU agree; between GPUs only order within a
 rank means anything.
 """

@@ -1,10 +1,11 @@
 """Recording begin and end of each task from inside a kernel built with ``trace=True``.
 
-The load warp notes when a task begins and the store warp when it has ended; a comm worker does both. Each
-writes its own words of the CTA's next record (``trace`` says how it is laid out), so nothing is passed
-from warp to warp. Without ``trace=True`` none of this is in the kernel.
+The load warp notes when a task begins and the store warp when it has ended (a result warp, where no store
+warp has part in it); a comm worker does both. Each writes its own words of the CTA's next record
+(``trace`` says how it is laid out), so nothing is passed from warp to warp. Without ``trace=True`` none of this is in the kernel.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -13,8 +14,8 @@ from .invariant import Invariant
 from .sync import int_ptr
 
 # A tracer's int64 words in shared memory.
-ROWS, COUNT, CAPACITY, BEGUN, ENDED = range(5)
-WORDS = 5
+ROWS, COUNT, CAPACITY, BEGUN, ENDED, RESULTED = range(6)
+WORDS = 6
 
 
 def long_ptr(address: Int64) -> cute.Pointer:
@@ -53,12 +54,12 @@ class Tracer(Invariant):
                 rows += Int64(worker) * capacity * trace.RECORD_BYTES
         for at, value in ((ROWS, rows), (COUNT, count), (CAPACITY, capacity)):
             cute.arch.store(words + at, value)
-        for at in (BEGUN, ENDED):
+        for at in (BEGUN, ENDED, RESULTED):
             cute.arch.store(words + at, Int64(0))
 
     @cute.jit
-    def begin(self):
-        """The CTA's next task begins (one warp, or one thread; lane 0 works)."""
+    def begin(self, role: int, kind, ticket, minibatch, expert, block, n):
+        """The CTA's next task begins (one warp, or one thread; lane 0 works): all but its end."""
         words = self.words
         if cute.arch.lane_idx() == 0:
             number = cute.arch.load(words + BEGUN, Int64)
@@ -66,24 +67,29 @@ class Tracer(Invariant):
             if number < cute.arch.load(words + CAPACITY, Int64):
                 at = cute.arch.load(words + ROWS, Int64) + number * trace.RECORD_BYTES
                 cute.arch.store(long_ptr(at), cute.arch.globaltimer())
-
-    @cute.jit
-    def end(self, role: int, kind, ticket, minibatch, expert, block, n):
-        """The task of the CTA's next record has ended (one warp, or one thread; lane 0 works)."""
-        words = self.words
-        if cute.arch.lane_idx() == 0:
-            number = cute.arch.load(words + ENDED, Int64)
-            cute.arch.store(words + ENDED, number + 1)
-            capacity = cute.arch.load(words + CAPACITY, Int64)
-            if capacity > 0:
-                count = cute.arch.load(words + COUNT, Int64)
-                cute.arch.store(int_ptr(count), Int32(number + 1))
-            if number < capacity:
-                at = cute.arch.load(words + ROWS, Int64) + number * trace.RECORD_BYTES
-                cute.arch.store(long_ptr(at + 8), cute.arch.globaltimer())
                 fields = (
                     cute.arch.smid(), kind | role << trace.ROLE_SHIFT, ticket, minibatch, expert,
                     block, n, 0,
                 )  # fmt: skip
                 for i, value in enumerate(fields):
                     cute.arch.store(int_ptr(at + 16) + i, Int32(value))
+
+    @cute.jit
+    def end(self, mine: Int32 = 1, counter: cutlass.Constexpr[int] = ENDED):
+        """The task of the CTA's next record has ended (one warp, or one thread; lane 0 works).
+
+        Where either of two warps may see a task's end, both call this for every task, each with a
+        ``counter`` of its own, and ``mine`` says whose record it is.
+        """
+        words = self.words
+        if cute.arch.lane_idx() == 0:
+            number = cute.arch.load(words + counter, Int64)
+            cute.arch.store(words + counter, number + 1)
+            capacity = cute.arch.load(words + CAPACITY, Int64)
+            if capacity > 0 and mine != 0:
+                count = int_ptr(cute.arch.load(words + COUNT, Int64))
+                made = Int32(number + 1)
+                cute.arch.red(count, made, op="max", dtype="s32", sem="relaxed", scope="gpu")
+                if number < capacity:
+                    at = cute.arch.load(words + ROWS, Int64) + number * trace.RECORD_BYTES
+                    cute.arch.store(long_ptr(at + 8), cute.arch.globaltimer())

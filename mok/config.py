@@ -229,7 +229,7 @@ class Config:
             )
 
     @classmethod
-    def suggest(cls, shape: Shape, device: Any) -> Config:
+    def suggest(cls, shape: Shape, device: Any, precision: str = "bf16") -> Config:
         """What ``mok tune`` found for this shape on this GPU, else a reasonable start: the two-wave
         minibatch (all rows at EP = 1, up to 65536), a ring of at most 32 of them, and at EP > 1 the
         comm SMs that the simulator finds best on this kind of GPU (about a second, once a shape).
@@ -237,6 +237,7 @@ class Config:
         Args:
             device: a machine name ("h200"), a CUDA ``torch.device``, or any object with ``arch``
                 and ``num_sms``. Only a real GPU has tuned results.
+            precision: of the routed experts; quantising takes comm SMs' time.
 
         Raises:
             DeviceError: the device is no GPU, or an unsupported one.
@@ -244,8 +245,11 @@ class Config:
         arch, num_sms = _arch_and_sms(device)
         tile = tile_rows(arch)
         _, minibatch = two_wave_minibatch(shape, num_sms, tile)
-        # Balanced routing: a rank receives as many routes as it sends; each segment has a tail.
-        rows = shape.num_tokens * shape.topk + shape.max_local_experts * tile
+        # Balanced routing: each expert gets as many routes, and each segment has a tail. A ring that is
+        # slightly too small for the rank with one expert more costs a third of the call (docs/scaling.md).
+        routes = shape.num_tokens * shape.topk * shape.ep_size
+        share = -(-routes * shape.max_local_experts // shape.num_experts)
+        rows = share + shape.max_local_experts * tile
         if shape.ep_size == 1:
             # Nothing to overlap: the fewer minibatches cut an expert, the less often its weights are
             # read (docs/measurements/h200.md: 609 → 637 TFLOP/s on Mixtral).
@@ -262,10 +266,10 @@ class Config:
             macrobatch_size=ring * minibatch,
             schedule_capacity_multiplier=1.25 * (routes + padding) / (shape.ep_size * routes),
         )
-        if shape.ep_size > 1:
+        if shape.ep_size > 1 or precision == "mxfp8":
             from mok.tools.simulator.suggest import with_comm_sms
 
-            suggested = with_comm_sms(suggested, shape, arch, num_sms)
+            suggested = with_comm_sms(suggested, shape, arch, num_sms, precision)
         if (name := _gpu_name(device)) is None:
             return suggested
         from mok import tune

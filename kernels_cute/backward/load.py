@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .. import sync
+from .. import sync, trace
 from ..gemm.operands import Operand, view
 from ..megakernel import MegaKernel
 from ..queue import next_slot
@@ -197,6 +197,12 @@ class LoadRoles(MegaKernel):
             # What was waited for reached memory by way of other threads; TMA reads past them.
             cute.arch.fence_proxy("async.global")
             if kind != END:
+                if cutlass.const_expr(self.trace):
+                    # A weight gradient's block is its tile of rows.
+                    ctx.tracer.begin(
+                        trace.COMPUTE, kind, entry.ticket, entry.minibatch, entry.expert,
+                        select(kind % SHARED >= WDOWN, entry.m, entry.block), entry.n,
+                    )  # fmt: skip
                 stage, phase = self.load_task(ctx, shared, entry, stage, phase)
         self.mainloop.finish_loads(shared.bars, stage, phase)
 

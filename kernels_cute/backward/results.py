@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import ptx, sync
+from .. import ptx, sync, tracing
 from ..machine import CHUNK_N
 from ..megakernel import FIRST_RESULT_WARP, MegaKernel
 from ..queue import next_slot
@@ -80,6 +80,9 @@ class ResultRoles(MegaKernel):
                 at, phase, chunk, chunk_phase = self.weight_gradient(
                     ctx, shared, worker, entry, at, phase, chunk, chunk_phase
                 )
+            if cutlass.const_expr(self.trace):
+                if kind != END and cute.arch.warp_idx() == FIRST_RESULT_WARP:
+                    ctx.tracer.end(self.unstaged(entry), tracing.RESULTED)
 
     @cute.jit
     def replay_epilogue(self, shared, worker, at, chunk, phase):

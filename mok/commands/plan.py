@@ -64,6 +64,8 @@ def show(document: dict[str, Any], console: Console) -> None:
             table.add_row(name, str(row["value"]), f"{row['forward_ms']:.3f}",
                           f"{row['backward_ms']:.3f}")  # fmt: skip
     console.print(table)
+    console.print("schedule_capacity_multiplier: no effect on the time; it only caps the grid",
+                  highlight=False, soft_wrap=True)  # fmt: skip
     table = Table(title="Memory of a rank", title_justify="left")
     table.add_column("for")
     table.add_column("MiB", justify="right")

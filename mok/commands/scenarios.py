@@ -71,7 +71,7 @@ def routing_of(args: argparse.Namespace, shape: Shape) -> Routing:
 
 def configs_of(args: argparse.Namespace, shape: Shape, machine: Machine) -> list[Config]:
     """One per combination of the values given."""
-    suggested = Config.suggest(shape, machine)
+    suggested = Config.suggest(shape, machine, args.precision)
     ring = suggested.macrobatch_size // suggested.minibatch_size
     found = []
     for minibatch in args.minibatch or [suggested.minibatch_size]:

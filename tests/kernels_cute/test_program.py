@@ -47,7 +47,11 @@ def ordered(p: Forward):
         [s for s in range(m * p.ring_mbs, (m + 1) * p.ring_mbs) if s < p.minibatches]
         for m in range(p.macrobatches)
     ]
-    processing = [s for macro in reversed(macros) for s in macro]
+    # The last macrobatch, then the others from the slot on that it left free, round and round.
+    head = len(macros[-1]) if macros else 0
+    processing = list(macros[-1]) if macros else []
+    for macro in reversed(macros[:-1]):
+        processing += macro[head % p.ring_mbs :] + macro[: head % p.ring_mbs]
 
     def blocks(s):
         return range(s * p.mb_blocks, s * p.mb_blocks + p.blocks_in(s))
@@ -172,6 +176,16 @@ def test_targets_are_the_signals_of_all_tasks(p):
         assert p.y_ready_target(s) == arrivals[DOWN, s]
         assert p.x_ready_target(s) == arrivals["dispatch", s]
         assert p.y_free_target(s) == arrivals["combine", s]
+
+
+@pytest.mark.parametrize("rows", [1280, 1408, 1536, 2688])
+def test_no_refill_is_needed_before_all_fresh_slots_are_used(rows):
+    """Else compute waits until every fresh slot is filled: communication goes in order too."""
+    p = Forward(rows, 0, 64, 64, 0, 256, 1280, Tile())
+    fresh = [p.previous(p.minibatch_at(i)) >= p.minibatches for i in range(p.minibatches)]
+    assert fresh == sorted(fresh, reverse=True) and sum(fresh) == min(p.ring_mbs, p.minibatches)
+    slots = [p.minibatch_at(i) % p.ring_mbs for i in range(p.minibatches)]
+    assert slots == [i % p.ring_mbs for i in range(p.minibatches)]
 
 
 @pytest.mark.parametrize("rows", [128, 1280, 1408])

@@ -16,10 +16,12 @@ pytest.importorskip("cutlass")
 from mok import functional, kernels
 from mok.config import Config, Shape, tile_rows
 from mok.kernels_cute import program, trace
+from mok.kernels_cute.backward import program as bw
 from mok.kernels_cute.machine import machine_of
 from mok.reference import random_case
 from mok.runtime.compile import KernelSpec, get_kernel
-from tests.helpers import opcodes
+from mok.tools.simulator.ours_backward import _decode as decode_backward
+from mok.tools.simulator.work import NumpyOps
 from tests.helpers_layer import Layer, to_device, watched
 
 SOURCES = Path(trace.__file__).parent
@@ -62,16 +64,20 @@ def stripped(tmp_path_factory):
     assert removed > 20
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
-    yield "stripped_kernels.forward:ForwardKernel"
+    yield "stripped_kernels"
     sys.path.remove(str(folder))
     for name in [n for n in sys.modules if n.startswith("stripped_kernels")]:
         del sys.modules[name]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
-def test_without_trace_the_machine_code_is_that_of_a_source_without_it(arch, stripped):
-    spec = kernels.forward_spec(arch, direct=False)
-    bare = KernelSpec(spec.name, arch, stripped, spec.config)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_without_trace_the_machine_code_is_that_of_a_source_without_it(arch, direction, stripped):
+    make = kernels.forward_spec if direction == "forward" else kernels.backward_spec
+    spec = make(arch, direct=False)
+    bare = KernelSpec(
+        spec.name, arch, spec.factory.replace("mok.kernels_cute", stripped), spec.config
+    )
     assert get_kernel(bare).ptx == get_kernel(spec).ptx
 
 
@@ -79,11 +85,7 @@ def test_without_trace_the_machine_code_is_that_of_a_source_without_it(arch, str
 def test_with_trace_it_is_there_and_fits(direct):
     plain = get_kernel(kernels.forward_spec("sm_90a", direct))
     traced = get_kernel(kernels.forward_spec("sm_90a", direct, trace=True))
-    timer = [
-        sum(n for name, n in opcodes(k.ptx).items() if "globaltimer" in name)
-        or k.ptx.count("%globaltimer")
-        for k in (plain, traced)
-    ]
+    timer = [k.ptx.count("%globaltimer") for k in (plain, traced)]
     # Begin and end, in the load and store warps; a comm worker's two besides.
     assert timer[1] - timer[0] == (2 if direct else 4)
     (used,) = traced.resources.kernels
@@ -192,12 +194,105 @@ def rebuild(layer):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    ("arch", "ep_size", "seed"), [("sm_90a", 1, 5), ("sm_90a", 2, None), ("sm_100a", 2, None)]
+    ("arch", "ep_size", "seed"),
+    [
+        ("sm_90a", 1, 5),
+        ("sm_90a", 2, None),
+        pytest.param("sm_100a", 2, None, marks=pytest.mark.slow),
+    ],
 )
 def test_bits_stay_and_every_task_is_recorded(arch, ep_size, seed):
     pytest.importorskip("numba")
     plain, traced = traced_and_not(arch, ep_size, seed)
     assert torch.equal(plain, traced)
+
+
+def check_backward(found, layer, rank):
+    """Every ticket and item once, of the kind that the program gives it, none before what it waits for."""
+    shape, config, w = layer.shape, layer.config, layer.workspace
+    schedule = layer.schedule.ranks[layer.ranks.index(rank)]
+    arguments = dict(
+        rows=int(schedule.num_rows[0]), tokens=layer.lengths[rank], hidden=shape.hidden_size,
+        intermediate=shape.intermediate_size,
+        shared_intermediate=shape.shared_intermediate_size or 0,
+        experts=len(shape.experts_on(rank)), minibatch=config.minibatch_size,
+        macrobatch=w.sizes.ring, tile=bw.backward_tile(machine_of(w.arch)),
+    )  # fmt: skip
+    p = bw.Backward(**arguments)
+    blocks = schedule.expert_offset.diff() // machine_of(w.arch).tile_m
+    plan = bw.make_plan(p, blocks.tolist())
+    expected = decode_backward(p, bw.Backward(**arguments, ops=NumpyOps), plan)
+    assert found.lost == 0
+    compute = {e.ticket: e for e in found.events if e.role == "compute"}
+    comm = {e.ticket: e for e in found.events if e.role == "comm"}
+    assert len(compute) + len(comm) == len(found.events)
+    assert sorted(compute) == list(range(len(expected.kind)))
+    names = trace.NAMES[trace.BACKWARD][trace.COMPUTE]
+    ends: dict[int, float] = {}
+    for ticket, e in compute.items():
+        kind = int(expected.kind[ticket])
+        assert e.kind == names[kind] and e.n == expected.n[ticket]
+        if kind == bw.DDOWN:
+            assert (e.block, e.minibatch) == (expected.block[ticket], expected.minibatch[ticket])
+            ends[e.block] = max(ends.get(e.block, 0.0), e.end)
+    for ticket, e in compute.items():
+        if e.kind == "dgrad up":
+            assert e.begin + LATE_S >= ends[e.block]
+        if e.kind.startswith("wgrad"):
+            _, first, end, *_ = plan.groups[int(expected.group[ticket])]
+            assert all(e.begin + LATE_S >= ends[b] for b in range(first, end))
+    assert {"replay", "dgrad down", "wgrad gate", "shared wgrad up"} <= {
+        e.kind for e in found.events
+    }
+    kinds = [e.kind for e in comm.values()]
+    assert sorted(comm) == list(range(len(comm)))
+    assert kinds.count("push") == kinds.count("dispatch") == (
+        0 if w.sizes.direct else p.blocks * p.items_per_block
+    )  # fmt: skip
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("arch", "ep_size", "grad_dtype", "seed"),
+    [
+        ("sm_90a", 2, torch.bfloat16, None),
+        pytest.param("sm_90a", 1, torch.float32, 4, marks=pytest.mark.slow),
+        pytest.param("sm_100a", 2, torch.float32, None, marks=pytest.mark.slow),
+    ],
+)
+def test_backward_keeps_its_bits_and_records_every_task(arch, ep_size, grad_dtype, seed):
+    pytest.importorskip("numba")
+    from mok.tools.emulator import Emulator
+
+    tile = tile_rows(arch)
+    case = random_case(Shape(160, 128, 192, 3, 4, 1, 64), seed=3)
+    dy = torch.randn(160, 128, generator=torch.Generator().manual_seed(4)).bfloat16()
+    results = []
+    for traced in (False, True):
+        config = Config(2, 2, tile, tile, trace=traced)
+        with (
+            Emulator(arch, num_sms=6, seed=seed) as machine,
+            Layer(case, ep_size, config) as layer,
+            watched(machine, layer),
+        ):
+            if ep_size > 1:
+                symmetric = vars(layer.workspace.backward).values()
+                machine.register(*(t.peer(r) for t in symmetric for r in layer.ranks))
+            layer.schedule = layer.build_schedule()
+            forward = layer.queue(schedule=layer.schedule, save_context=True)
+            found = functional.backward(
+                config, layer.workspace, layer.schedule, forward.context,
+                layer.each(layer.split(dy)), *layer.arguments(case), grad_dtype=grad_dtype,
+            )  # fmt: skip
+            flat = [t for part in found for t in (part if isinstance(part, list) else [part])]
+            results.append([t.clone() for t in flat if t is not None])
+            if traced:
+                traces = layer.workspace.recorder.traces("emulator")
+                for rank, one in zip(layer.ranks, traces[len(layer.ranks) :], strict=True):
+                    assert one.source == f"emulator, backward, rank {rank}"
+                    check_backward(one, layer, rank)
+        assert not machine.report.findings
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0]
 
 
 @pytest.mark.emulator

@@ -139,6 +139,15 @@ def test_one_rank_gets_one_minibatch():
     assert rows <= huge.macrobatch_size < rows + 3 * 128  # kept for backward: no more than needed
 
 
+def test_the_ring_fits_the_rank_with_most_experts():
+    """72 ranks of 384 experts: 24 of them hold six, the others five."""
+    shape = Shape.of_model(MODELS["kimi-k2.5"], 8192, 72)
+    config = Config.suggest(shape, "gb300")
+    assert config.macrobatch_size >= 8192 * 8 * 72 * 6 / 384
+    even = Shape.of_model(MODELS["kimi-k2.5"], 8192, 64)
+    assert Config.suggest(even, "gb300").macrobatch_size < config.macrobatch_size
+
+
 def test_suggest_takes_any_device_description():
     shape = Shape(**GOOD)
     assert Config.suggest(shape, Machine("x", 132, "sm_90a", "")) == Config.suggest(shape, "h200")

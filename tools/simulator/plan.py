@@ -152,7 +152,11 @@ class Search:
         return self.trial(best)
 
     def sensitivity(self, best: Config) -> dict[str, list[tuple[int, float, float]]]:
-        """Times around ``best``, one tunable at a time."""
+        """Times around ``best``, one tunable at a time.
+
+        ``schedule_capacity_multiplier`` is not among them: it caps the grid at the tasks of so many rows,
+        and costs nothing as long as these fill the GPU.
+        """
         found: dict[str, list[tuple[int, float, float]]] = {}
 
         def add(name: str, value: int, config: Config) -> None:
@@ -206,10 +210,10 @@ def plan(
     if shape.num_tokens < 1:
         raise MokError("a plan needs at least one token", shape.num_tokens)
     search = Search(shape, machine, precision, routing, virtual)
-    start = search.trial(Config.suggest(shape, machine))
+    start = search.trial(Config.suggest(shape, machine, precision))
     best = search.descend(start.config, rounds, report)
     sensitivity = search.sensitivity(best.config)
-    needed = memory(shape, best.config, machine.arch)
+    needed = memory(shape, best.config, machine.arch, precision)
     fits = sum(needed.values()) <= machine["memory_bytes"]
     return Plan(best, start, sensitivity, needed, fits, len(search.known))
 

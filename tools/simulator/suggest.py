@@ -1,15 +1,14 @@
 """Comm SMs for ``Config.suggest``: the part of ``mok plan`` that is quick enough for a first call.
 
 How many SMs communicate matters most and follows from no rule of thumb: of 132 SMs a Mixtral layer on two
-H200s wants 4 to 8 and a Qwen3-30B layer 32. So the model walks from the rule's number downhill, each
-direction on its own, on a call of a few minibatches with as many rows an expert: about ten simulations,
-kept for the process.
+H200s wants 4 to 8 and a Qwen3-30B layer 24. So the model tries some numbers, each direction on its own,
+on a call of a few minibatches with as many rows an expert: 16 simulations, kept for the process.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from mok.config import Config, Shape
 from mok.tools.simulator.machine import Machine, load_machine
@@ -18,6 +17,14 @@ from mok.tools.simulator.scenario import Direction, Scenario
 from mok.tools.simulator.simulate import simulate
 
 STEPS = (4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56)
+COARSE = (
+    4,
+    8,
+    16,
+    24,
+    36,
+    48,
+)  # the curve has several minima: first all over, then beside the best
 MINIBATCHES = 16  # of the call that is simulated: enough for the steady state to decide
 NAMES: tuple[tuple[Direction, str], ...] = (
     ("forward", "fwd_num_comm_sms"),
@@ -33,51 +40,43 @@ def machine_for(arch: str, num_sms: int) -> Machine | None:
     return load_machine(name) if name else None
 
 
-def with_comm_sms(config: Config, shape: Shape, arch: str, num_sms: int) -> Config:
+def with_comm_sms(
+    config: Config, shape: Shape, arch: str, num_sms: int, precision: str = "bf16"
+) -> Config:
     """``config`` with the comm SMs that the model finds best; itself where they do not matter."""
-    if shape.ep_size == 1 or shape.num_tokens == 0 or (arch, num_sms) not in KNOWN:
+    moves = shape.ep_size > 1 or precision == "mxfp8"
+    if not moves or shape.num_tokens == 0 or (arch, num_sms) not in KNOWN:
         return config
     rows = MINIBATCHES * config.minibatch_size
     tokens = min(shape.num_tokens, -(-rows // shape.topk))
     experts = -(-shape.max_local_experts * tokens // shape.num_tokens)
     small = dataclasses.replace(shape, num_tokens=tokens, num_experts=shape.ep_size * experts)
     start = dataclasses.replace(config, macrobatch_size=rows)
-    forward, backward = _best(start, small, arch, num_sms)
+    forward, backward = _best(start, small, arch, num_sms, precision)
     return dataclasses.replace(config, fwd_num_comm_sms=forward, bwd_num_comm_sms=backward)
 
 
 @lru_cache(maxsize=256)
-def _best(start: Config, shape: Shape, arch: str, num_sms: int) -> tuple[int, ...]:
+def _best(start: Config, shape: Shape, arch: str, num_sms: int, precision: str) -> tuple[int, ...]:
     machine = machine_for(arch, num_sms)
     assert machine is not None
     routing = balanced(shape)
 
+    @cache
     def ms(direction: Direction, name: str, value: int) -> float:
         changes: dict[str, int] = {name: value}
         config = dataclasses.replace(start, **changes)  # type: ignore[arg-type]
         return simulate(
             Scenario(
-                shape, config, machine, direction, routing=routing,
+                shape, config, machine, direction, precision, routing=routing,  # type: ignore[arg-type]
                 save_context=direction == "forward",
             )
         ).ms  # fmt: skip
 
-    return tuple(
-        STEPS[_downhill(direction, name, getattr(start, name), ms)] for direction, name in NAMES
-    )
-
-
-def _downhill(direction: Direction, name: str, rule: int, ms) -> int:  # type: ignore[no-untyped-def]
-    """Index into ``STEPS`` of a minimum near the rule's number, from half of it on."""
-    at = min(range(len(STEPS)), key=lambda i: abs(STEPS[i] - rule / 2))
-    known = {at: ms(direction, name, STEPS[at])}
-
-    def cost(i: int) -> float:
-        if i not in known:
-            known[i] = ms(direction, name, STEPS[i])
-        return known[i]
-
-    for step in (1, -1):
-        while 0 <= at + step < len(STEPS) and cost(at + step) < cost(at):
-            at += step
-    return at
+    found = []
+    for direction, name in NAMES:
+        coarse = min(COARSE, key=lambda n: ms(direction, name, n))
+        at = STEPS.index(coarse)
+        near = STEPS[max(0, at - 1) : at + 2]
+        found.append(min(near, key=lambda n: ms(direction, name, n)))
+    return tuple(found)

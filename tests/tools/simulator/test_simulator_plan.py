@@ -116,3 +116,63 @@ def test_one_rank_has_no_comm_sms_to_choose():
 def test_nothing_to_plan_is_an_error():
     with pytest.raises(MokError, match="at least one token"):
         plan(dataclasses.replace(SHAPE, num_tokens=0), H200)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("ep", "shared"), [(1, None), (1, 128), (2, None), (2, 128)])
+def test_memory_is_what_a_call_keeps_and_takes(ep, shared, monkeypatch):
+    """Saved context, schedule and backward's scratch, in bytes of the tensors that a call makes.
+
+    Nothing is launched: only the allocations of a forward and a backward call are counted.
+    """
+    pytest.importorskip("numba")
+    pytest.importorskip("cutlass")
+    import torch
+
+    from mok.backward_call import BackwardCall
+    from mok.reference import random_case
+    from mok.runtime import barrier, compile, launch
+    from mok.tools.emulator import Emulator
+    from tests.helpers_layer import Layer
+
+    for module in (launch, barrier):
+        monkeypatch.setattr(module, "launch", lambda *args: None)
+    monkeypatch.setattr(compile, "get_kernel", lambda spec: None)
+    case = random_case(Shape(192, 256, 192, 5, 2, 1, shared))
+    config = Config(2, 2, 128, 256)
+
+    def size(tensors) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    with Emulator("sm_90a", num_sms=6), Layer(case, ep, config) as layer:
+        ranks = len(layer.ranks)
+        shape = dataclasses.replace(layer.shape, num_tokens=max(layer.lengths))
+        needed = memory(shape, config, "sm_90a")
+        schedule = layer.build_schedule()
+        context = layer.queue(schedule=schedule, save_context=True).context
+        assert size(context.tensors()) == ranks * needed["saved context"]
+        for buffers in schedule.ranks:
+            held = [t for t in vars(buffers).values() if isinstance(t, torch.Tensor)]
+            assert size(held) == needed["schedule"]
+        x, router, gate, up, down, *routed = layer.arguments(case)
+        call = BackwardCall(
+            config,
+            layer.workspace,
+            schedule,
+            x,
+            router,
+            (gate, up, down),
+            tuple(routed),
+            None,
+            None,
+        )
+        call.attach(context, call.x, None, torch.bfloat16, False)
+        scratch = call.scratch()
+        held = [t for t in vars(scratch).values() if isinstance(t, torch.Tensor)]
+        assert size(held) == needed["backward scratch"]
+        plans = call.prepare()
+        made: list[torch.Tensor] = []
+        new = call._new
+        call._new = lambda *a, **k: made.append(new(*a, **k)) or made[-1]
+        call.run_backward(0, scratch, plans[0])
+        assert size(made) == needed["shared expert scratch"]
