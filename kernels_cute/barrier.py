@@ -14,6 +14,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from .records import (
     BARRIER_EPOCH,
@@ -68,9 +69,14 @@ class BarrierKernel:
     ):
         other, _, _ = cute.arch.thread_idx()
         own_poison = peer(poison, rank_stride, rank)
-        poisoner = peek(own_poison)
-        now = peek(epoch) + 1
-        cute.arch.sync_threads()  # all have read the epoch before one thread moves it
+        seen = SmemAllocator().allocate_array(
+            Int32, 2
+        )  # what one thread saw, so that all do the same
+        if other == 0:
+            cute.arch.store(seen, peek(own_poison))
+            cute.arch.store(seen + 1, peek(epoch) + 1)
+        cute.arch.sync_threads()
+        poisoner, now = cute.arch.load(seen, Int32), cute.arch.load(seen + 1, Int32)
         if poisoner == 0:
             if other == 0:
                 cute.arch.store(word(epoch), now)

@@ -46,6 +46,31 @@ def pull_rows(
 
 
 @cute.jit
+def copy_along_rows(
+    source: Int64,
+    target: Int64,
+    first: Int32,
+    count: cutlass.Constexpr[int],
+    columns: Int32,
+    thread: Int32,
+    threads: cutlass.Constexpr[int],
+):
+    """Rows ``first … first+count`` of bf16 [macrobatch, H], quantised in blocks of 32 rows, expanded again.
+
+    The rows are whole blocks of an expert's segment, and in memory for all threads of the CTA.
+    """
+    row_bytes = Int64(columns) * 2
+    pairs = columns // 2
+    for task in cutlass.range(thread, count // mxfp8.BLOCK * pairs, threads, unroll=1):
+        block = task // pairs
+        at = Int64(first + block * mxfp8.BLOCK) * row_bytes + Int64((task - block * pairs) * 4)
+        mxfp8.through_rows(
+            lambda row: ptx_fp8.load_4(source + at + Int64(row) * row_bytes),
+            lambda row, pair: ptx_fp8.store_4(target + at + Int64(row) * row_bytes, pair),
+        )
+
+
+@cute.jit
 def pull_quantised_rows(
     rows: Rows,
     first: Int32,

@@ -4,6 +4,7 @@ Everything that is quantised was BF16 before, so the scale of a block is integer
 its largest magnitude, the same on every architecture: amax/448 rounded up to a power of two.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
@@ -81,3 +82,30 @@ def scale_offset(row: Int32, block: Int32, row_blocks: Int32) -> Int64:
     """Byte of the scale of (row, block) in tiles [rows/128, row_blocks/4, 32, 16]."""
     tile = Int64(row // TILE) * Int64(row_blocks // 4) + Int64(block // 4)
     return tile * TILE_BYTES + Int64(row % 32 * 16 + row % TILE // 32 * 4 + block % 4)
+
+
+def through_columns(first: Uint32, second: Uint32, codes: tuple[Int32, Int32]) -> list[Uint32]:
+    """Two neighbouring columns of two rows, a BF16x2 per row, quantised with a scale per column and expanded."""
+    down = [reciprocal(code) for code in codes] * 2
+    up = [power(code) for code in codes] * 2
+    values = [*ptx.unpack_bf16(first), *ptx.unpack_bf16(second)]
+    word = ptx_fp8.pack_e4m3(*(ptx.mul_rn(v, f) for v, f in zip(values, down)))
+    a, b, c, d = (ptx.mul_rn(v, f) for v, f in zip(ptx_fp8.unpack_e4m3(word), up))
+    return [ptx.pack_bf16(a, b), ptx.pack_bf16(c, d)]
+
+
+@cute.jit
+def through_rows(load: cutlass.Constexpr, store: cutlass.Constexpr):
+    """Blocks of 32 rows in two neighbouring columns, quantised along the rows and expanded again.
+
+    ``load(row)`` gives a row's BF16x2, ``store(row, pair)`` takes the result. The rows are read twice, so that
+    they need no registers in between.
+    """
+    most = Uint32(0)
+    for row in cutlass.range(BLOCK, unroll=1):
+        most = ptx_fp8.max_pairs(most, load(row) & Uint32(MAGNITUDE))
+    codes = (scale_code(most & Uint32(0xFFFF)), scale_code(most & Uint32(0xFFFF0000)))
+    for row in cutlass.range(0, BLOCK, 2, unroll=1):
+        pairs = through_columns(load(row), load(row + 1), codes)
+        store(row, pairs[0])
+        store(row + 1, pairs[1])

@@ -134,6 +134,15 @@ def cp_async_16(shared_address: Int32, global_address: Int64, source_bytes: Int3
     )
 
 
+def mad_wide(a: Int32, b: Int32, c: Int64) -> Int64:
+    """a*b + c with a 64-bit product of two unsigned numbers: one instruction for a row's address."""
+    return cute.arch.inline_ptx(
+        "mad.wide.u32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Int64],
+        read_only_args=[a, b, c],
+    )
+
+
 def load_16(address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """16 bytes from global memory past L1: the rows of a ring are rewritten during the kernel."""
     return cute.arch.inline_ptx(

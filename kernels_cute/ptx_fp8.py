@@ -63,6 +63,15 @@ def shared_load_4(address: Int32) -> Uint32:
     )
 
 
+def load_4(address: Int64) -> Uint32:
+    """Four bytes from global memory past L1."""
+    return cute.arch.inline_ptx(
+        "ld.global.L1::no_allocate.b32 {$w0}, [{$r0}];",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+    )
+
+
 def store_8(address: Int64, r0: Uint32, r1: Uint32) -> None:
     """8 bytes to global memory."""
     cute.arch.inline_ptx(

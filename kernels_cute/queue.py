@@ -221,7 +221,8 @@ class Starts(Invariant):
             ptx.nanosleep(GRACE_NS)
             started = cute.arch.load(self.counter, Int32, sem="relaxed", scope="gpu")
             polls += 1
-        return select(started >= self.clusters, Int32(1), Int32(0))
+        # One answer for the warp: each lane polled for itself.
+        return broadcast(select(started >= self.clusters, Int32(1), Int32(0)))
 
 
 class LaunchControl(Invariant):

@@ -12,13 +12,13 @@ from cutlass import Boolean, Float32, Int32, Int64, select_
 
 from . import ptx
 
-# The record of a wait that expired, int32 words. Its last word is claimed by compare-and-swap, so that the
+# The record of a wait that expired, int32 words. Its second word is claimed by compare-and-swap, so that the
 # record is one thread's, never a mixture; the first is written last, so that it is never seen half done.
 RECORD_FIELDS = (
     "state", "kind", "rank", "sm", "role", "task", "counter", "index", "value", "awaited",
 )  # fmt: skip
 RECORD_WORDS = 16
-RECORD_CLAIM = RECORD_WORDS - 1
+RECORD_CLAIM = 1
 RECORD_TIMEOUT = 1
 ROLES = ("load", "comm", "scheduler")
 COUNTERS = ("x_ready", "y_ready", "y_free", "hidden_ready", "shared_hidden_ready")
@@ -87,9 +87,8 @@ def fail(
 ):
     """Write the record, unless another thread has, and trap: a trap ends the record's writer, too."""
     record = int_ptr(watch.record)
-    taken = cute.arch.atomic_cas(record + RECORD_CLAIM, cmp=Int32(0), val=Int32(1))
+    taken = cute.arch.atomic_cas(record + RECORD_CLAIM, cmp=Int32(0), val=Int32(RECORD_TIMEOUT))
     if taken == 0:
-        cute.arch.store(record + 1, Int32(RECORD_TIMEOUT))
         cute.arch.store(record + 2, watch.rank)
         cute.arch.store(record + 3, cute.arch.smid())
         cute.arch.store(record + 4, Int32(role))

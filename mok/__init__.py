@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Config": "mok.config",
+    "Group": "mok.runtime.group",
     "MoELayer": "mok.layer",
     "Mxfp8Weight": "mok.mxfp8",
     "Shape": "mok.config",

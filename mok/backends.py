@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,7 @@ class Backend:
             (CPU)". Printed with every result.
         arch: what the kernel is compiled for; None for the reference.
         device: where the tensors live.
-        note: why there is no kernel, where one might be expected.
+        note: why there is no kernel, or no GPU for it, where one might be expected.
         info: the GPU, for a kernel.
     """
 
@@ -58,7 +58,7 @@ class Backend:
         """Say what runs, and why there is no kernel where there is none."""
         say(f"Running on: {self.name}")
         if self.note:
-            say(f"No kernel: {self.note}")
+            say(f"{'No GPU' if self.kind == 'emulator' else 'No kernel'}: {self.note}")
 
 
 def choose_backend(arch: str | None = None, emulate: bool = False) -> Backend:
@@ -92,6 +92,18 @@ def choose_backend(arch: str | None = None, emulate: bool = False) -> Backend:
         return Backend("reference", "scheduled reference (CPU)", None, cpu, reason)
     device = torch.device("cuda", info.ordinal)
     return Backend("kernel", f"{info.arch} on {info.name}", info.arch, device, "", info)
+
+
+def emulated_instead(reference: Backend) -> Backend:
+    """The emulator in place of the reference, where it can run; else the reference, whose note says
+    what is missing."""
+    try:
+        import cutlass  # noqa: F401
+        import numba  # noqa: F401
+    except ImportError as error:
+        note = f"{reference.note} No emulator either: {error}. {EMULATOR_REMEDY}"
+        return replace(reference, note=note)
+    return replace(choose_backend(emulate=True), note=reference.note)
 
 
 def require_kernel(arch: str) -> None:
@@ -198,7 +210,6 @@ def _prepare_kernel(
 ) -> Callable[[], Tensor]:
     from mok import functional
     from mok.mxfp8 import mxfp8_quantize
-    from mok.runtime.group import Group
 
     ep_size = len(lengths)
     full = case.shape
@@ -214,12 +225,10 @@ def _prepare_kernel(
     machine = backend.info or emulated_machine(backend.arch)
     config = config or Config.suggest(shape, machine, precision)
     device = backend.device
-    if (ranks := processes.group()) is not None and ranks.size == ep_size:
-        return processes.prepare_forward(case, lengths, config, device, ranks)
-    group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
+    place = processes.Place(ep_size, device)
     workspace = functional.create_workspace(
         config,
-        group,
+        place.group,
         device=device,
         max_tokens=max(shape.num_tokens, 1),
         hidden_size=shape.hidden_size,
@@ -243,9 +252,7 @@ def _prepare_kernel(
         (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
     )
 
-    def each(values: Sequence[Any]) -> Any:
-        return values[0] if ep_size == 1 else list(values)
-
+    each = place.each
     gate_up_down: tuple[Any, Any, Any] = tuple(  # type: ignore[assignment]
         each([weights[i] for weights in routed]) for i in range(3)
     )
@@ -268,7 +275,7 @@ def _prepare_kernel(
             assert context is not None
             grads = each(dy.split(lengths))
             functional.backward(config, workspace, schedule, context, grads, *arguments)
-        return output if ep_size == 1 else torch.cat(list(output))
+        return place.together(output)
 
     return run
 
@@ -276,6 +283,11 @@ def _prepare_kernel(
 def emulated_machine(arch: str | None) -> Machine:
     """What the emulator stands for: few SMs, since each costs time."""
     return Machine("emulator", EMULATED_SMS, arch or KERNEL_ARCHS[0], "ours")
+
+
+EMULATOR_REMEDY = (
+    "Install numba and nvidia-cutlass-dsl: pip install mok-cutedsl brings both on Linux"
+)
 
 
 def _emulator(
@@ -288,9 +300,7 @@ def _emulator(
         return Emulator(machine.arch, num_sms=machine.num_sms, progress=progress)
     except ImportError as error:
         raise MissingDependencyError(
-            "the emulator needs numba and the kernel language",
-            str(error),
-            "pip install 'mok-cutedsl[emulator]'",
+            "the emulator needs numba and the kernel language", str(error), EMULATOR_REMEDY
         ) from error
 
 

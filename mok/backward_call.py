@@ -32,7 +32,8 @@ class Scratch:
 
     replay_gate, replay_up, d_gate, d_up, weighted [ring, I]; dx [dx rows, H]; dw_partial FP32
     [dx rows, I/64]; accumulators FP32 [2, group tasks * tile]; in a ring also replay_x, dy_ring
-    [ring, H] and row_weight FP32 [ring].
+    [ring, H] and row_weight FP32 [ring]. MXFP8: copies quantised along the tokens, x_tokens, dy_tokens
+    [ring, H], d_gate_tokens, d_up_tokens [ring, I]; weighted is one, too.
     """
 
     replay_gate: Tensor
@@ -46,6 +47,10 @@ class Scratch:
     replay_x: Tensor | None
     dy_ring: Tensor | None
     row_weight: Tensor | None
+    x_tokens: Tensor | None = None
+    dy_tokens: Tensor | None = None
+    d_gate_tokens: Tensor | None = None
+    d_up_tokens: Tensor | None = None
 
 
 class BackwardCall(Call):
@@ -58,11 +63,13 @@ class BackwardCall(Call):
         grad_dtype: torch.dtype, accumulate: bool,
     ) -> None:  # fmt: skip
         """Check what only backward has. ``grads``: given buffers per local rank, or None."""
-        if self.mxfp8:
+        if self.sizes.scaled:
             raise ResourceError(
-                "backward needs a workspace with precision bf16: MXFP8 has a forward pass only",
-                "precision mxfp8",
+                "backward in MXFP8 is for Hopper: Blackwell has a forward pass only",
+                f"precision mxfp8 on {self.workspace.arch}",
+                "Use precision bf16",
             )
+        self.transposed = self._transposed() if self.mxfp8 else []
         self.context = context
         self.dy = list(grad_output)
         self._check_context(context)
@@ -85,6 +92,17 @@ class BackwardCall(Call):
             self._weight_grads(i, grads[i] if grads is not None else None, grad_dtype)
             for i in range(self.count)
         ]
+
+    def _transposed(self) -> list[list[Tensor]]:
+        """Gate, up and down, quantised along the contractions of the gradients, per local rank."""
+        from mok.mxfp8 import for_kernel
+
+        found = []
+        for given in self.routed_given:
+            weights = [given] if not isinstance(given, Sequence) else given
+            parts = [for_kernel(weight, "transposed", False).values for weight in weights]
+            found.append([part for part in parts if part is not None])
+        return found
 
     def _check_context(self, context: Any) -> None:
         """The context must be one that ``forward`` saved in this workspace, whole."""
@@ -151,7 +169,10 @@ class BackwardCall(Call):
         floats = 2 * program.group_tasks * tile.m * tile.down_n
         f32 = torch.float32
         in_ring = not self.direct
+        sizes = {"x_tokens": H, "dy_tokens": H, "d_gate_tokens": I, "d_up_tokens": I}
+        along = {name: self._new(ring, n) for name, n in sizes.items() if self.mxfp8}
         return Scratch(
+            **along,
             replay_gate=self._new(ring, I),
             replay_up=self._new(ring, I),
             d_gate=self._new(ring, I),
@@ -213,6 +234,7 @@ class BackwardCall(Call):
             -(-tokens // self.sizes.tile),
         )
         self.zero_counters(layout.size)
+        self.workspace.backward_words = (layout, self._counter_sets[0])
         return plans
 
     def run_backward(
@@ -236,14 +258,15 @@ class BackwardCall(Call):
         heap = None if self.direct else w.backward
         grads, at = self.grads[i], self._address
         shared = self.shared or (None, None, None)
+        routed = [*self.routed[:2], self.transposed[2]] if self.mxfp8 else self.routed
+        gate_t, up_t = (part[i] for part in self.transposed[:2]) if self.mxfp8 else (None, None)
         arguments: dict[str, Any] = {
             "x": at(self.x[i]),
             "dy": at(self.dy[i]),
             "router_weights": at(self.weights[i]),
             "shared_scale": self.shared_scale[i].data_ptr() if self.shared_scale else 0,
             **{
-                f"routed_{n}": at(r[i])
-                for n, r in zip(("gate", "up", "down"), self.routed, strict=True)
+                f"routed_{n}": at(r[i]) for n, r in zip(("gate", "up", "down"), routed, strict=True)
             },
             **{f"shared_{n}": at(t) for n, t in zip(("gate", "up", "down"), shared, strict=True)},
             "peer_rank": at(b.peer_rank),
@@ -266,6 +289,12 @@ class BackwardCall(Call):
             "d_gate": at(s.d_gate),
             "d_up": at(s.d_up),
             "weighted": at(s.weighted),
+            "routed_gate_t": at(gate_t),
+            "routed_up_t": at(up_t),
+            "x_tokens": at(s.x_tokens),
+            "dy_tokens": at(s.dy_tokens),
+            "d_gate_tokens": at(s.d_gate_tokens),
+            "d_up_tokens": at(s.d_up_tokens),
             "dx": at(s.dx),
             "dw_partial": at(s.dw_partial),
             "shared_d_gate": at(shared_grads[0]),
@@ -280,6 +309,7 @@ class BackwardCall(Call):
                 for n, t in zip(("gate", "up", "down"), grads.shared, strict=True)
             },
             "x_heap": w.x.base_address if w.x is not None else 0,
+            "x_heap_scales": w.x_wire_scales.base_address if w.x_wire_scales is not None else 0,
             "dy_heap": heap.dy.base_address if heap else 0,
             "weight_heap": heap.weights.base_address if heap else 0,
             "dx_heap": w.slots.base_address if w.slots is not None else 0,
@@ -315,6 +345,8 @@ class BackwardCall(Call):
                     self.grad_mode,
                     self.config.launch_control,
                     self.config.trace,
+                    self.mxfp8,
+                    self.sizes.wire,
                 )
             ),
             *arguments.values(),

@@ -166,6 +166,7 @@ class Call:
         self.weights = [] if recompute else per_rank(workspace, "router_weights", router_weights)
         names = WEIGHT_NAMES[: 2 if recompute else 3]
         self.mxfp8 = workspace.precision == "mxfp8"
+        self.routed_given = routed
         self.scales: list[list[Tensor | None]] = []
         self.routed = []
         for name, value in zip(names, routed, strict=True):

@@ -125,17 +125,14 @@ def backward_spec(
     grad_mode: str = "bf16",
     launch_control: bool = True,
     trace: bool = False,
+    mxfp8: bool = False,
+    wire: bool = False,
 ) -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
-    "fp32", "bf16_add" and "fp32_add" (added to what is there)."""
+    "fp32", "bf16_add" and "fp32_add" (added to what is there). Other arguments as forward's."""
+    name, more = _precision(f"backward_{_path(direct)}_{grad_mode}", {}, mxfp8, wire)
     return _for_machine(
-        f"backward_{_path(direct)}_{grad_mode}",
-        arch,
-        BACKWARD,
-        launch_control,
-        trace,
-        direct=direct,
-        grad_mode=grad_mode,
+        name, arch, BACKWARD, launch_control, trace, direct=direct, grad_mode=grad_mode, **more
     )
 
 
@@ -166,6 +163,23 @@ def forward_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
             forward_spec(arch, direct, save_context=True),
             recompute_spec(arch, direct),
             token_sum_spec(arch, direct, has_shared),
+        ]
+    return kernels
+
+
+def mxfp8_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
+    """Every kernel that the weights and a forward call in MXFP8 may launch; rows always pass the ring."""
+    kernels = [
+        quantise_spec(arch, True, False, machine_of(arch).scaled_stages == 0),
+        quantise_rows_spec(arch),
+        stage_ids_spec(arch),
+        schedule_spec(arch),
+        token_sum_spec(arch, False, has_shared),
+        recompute_spec(arch, False, mxfp8=True),
+    ]
+    for wire in (False, True):
+        kernels += [
+            forward_spec(arch, False, save, mxfp8=True, wire=wire) for save in (False, True)
         ]
     return kernels
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mok.config import Config, Shape
 from mok.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from mok.reference import Case
     from mok.runtime.group import Group
 
 _joined: Group | None = None
@@ -82,59 +80,48 @@ def fit(lengths: Sequence[int] | None, size: int) -> list[int] | None:
     return [sum(lengths) - lengths[-1], *[0] * (size - 2), lengths[-1]]
 
 
-def prepare_forward(
-    case: Case, lengths: Sequence[int], config: Config, device: torch.device, ranks: Group
-) -> Callable[[], Tensor]:
-    """A function that runs the case on the group, this process its share: BF16 [N, H], on every rank
-    (collective)."""
-    import torch
-    import torch.distributed as dist
+class Place:
+    """Where a case's ranks run: each in a process of ``joined`` if there are as many, else here.
 
-    from mok import functional
+    Attributes:
+        group: of the ranks.
+        local: those of this process.
+    """
 
-    rank, shape = ranks.rank, share(case.shape, lengths)
-    workspace = functional.create_workspace(
-        config,
-        ranks,
-        device=device,
-        max_tokens=max(shape.num_tokens, 1),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_experts=shape.num_experts,
-        topk=shape.topk,
-        shared_intermediate_size=shape.shared_intermediate_size,
-    )
-    experts = shape.experts_on(rank)
-    routed = case.routed[experts.start : experts.stop]
-    start = sum(lengths[:rank])
-    mine = slice(start, start + lengths[rank])
-    x, ids, weights = (
-        t[mine].clone() for t in (case.x, case.top_experts, case.router_weights)
-    )  # fmt: skip
-    shared: tuple[Any, Any, Any] = (None, None, None)
-    if case.shared:
-        shared = (case.shared.gate[0], case.shared.up[0], case.shared.down[0])
+    def __init__(self, ep_size: int, device: torch.device) -> None:
+        from mok.runtime.group import Group
 
-    def run() -> Tensor:
-        schedule = functional.build_schedule(workspace, config, ids, num_local_experts=len(experts))
-        output, _ = functional.forward(
-            config, workspace, schedule, x, weights, *shared, routed.gate, routed.up, routed.down,
-            swiglu_limit=case.swiglu_limit, save_context=False,
-        )  # fmt: skip
-        parts: list[Any] = [None] * ranks.size
-        dist.all_gather_object(parts, output.cpu())  # waits for the GPU
-        workspace.check()
-        return torch.cat(parts).to(device)
+        self.ep_size, self.device = ep_size, device
+        self.apart = _joined is not None and _joined.size == ep_size > 1
+        if self.apart:
+            assert _joined is not None
+            self.group: Group = _joined
+        else:
+            self.group = Group.virtual(ep_size, device) if ep_size > 1 else Group.single(device)
+        self.local = list(self.group.local_ranks)
 
-    return run
+    def each(self, values: Sequence[Any]) -> Any:
+        """Of one value per rank those of this process, as ``mok.functional`` takes them: with one rank a
+        plain value."""
+        return values[self.local[0]] if len(self.local) == 1 else [values[r] for r in self.local]
 
+    def every(self, values: Any) -> list[Tensor]:
+        """What ``mok.functional`` returned, of all ranks (collective; waits for the GPU)."""
+        own = [values] if len(self.local) == 1 else list(values)
+        if not self.apart:
+            return own
+        import torch.distributed as dist
 
-def share(shape: Shape, lengths: Sequence[int]) -> Shape:
-    """The shape of a call on as many ranks as there are ``lengths``."""
-    return Shape(
-        max(lengths, default=0), shape.hidden_size, shape.intermediate_size, shape.num_experts,
-        shape.topk, len(lengths), shape.shared_intermediate_size,
-    )  # fmt: skip
+        parts: list[Any] = [None] * self.ep_size
+        dist.all_gather_object(parts, own[0].cpu())
+        return [part.to(self.device) for part in parts]
+
+    def together(self, values: Any) -> Tensor:
+        """The same, one rank's rows after the other's."""
+        import torch
+
+        parts = self.every(values)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def require_kernel(kind: str, note: str) -> None:

@@ -25,6 +25,8 @@ def run_training(
 ) -> tuple[Tensor, Gradients]:
     """Forward and backward of the case on ``ep_size`` virtual ranks: BF16 [N, H], and all gradients.
 
+    Within ``processes.joined`` and at its size, on its processes instead (collective).
+
     Args:
         dy: gradient of the output, BF16 [N, H].
         recompute: backward takes a rebuilt context (activation checkpointing). The reference, which
@@ -48,8 +50,7 @@ class _KernelLayer:
     def __init__(
         self, case: Case, lengths: list[int], backend: Backend, config: Config | None
     ) -> None:
-        from mok import functional
-        from mok.runtime.group import Group
+        from mok import functional, processes
 
         self.case, self.lengths, self.ep_size = case, lengths, len(lengths)
         full = case.shape
@@ -66,10 +67,11 @@ class _KernelLayer:
             shape, backend.info or emulated_machine(backend.arch)
         )
         device = backend.device
-        group = Group.virtual(self.ep_size, device) if self.ep_size > 1 else Group.single(device)
+        self.place = processes.Place(self.ep_size, device)
+        self.each, self.together = self.place.each, self.place.together
         self.workspace = functional.create_workspace(
             self.config,
-            group,
+            self.place.group,
             device=device,
             max_tokens=max(shape.num_tokens, 1),
             hidden_size=shape.hidden_size,
@@ -94,14 +96,6 @@ class _KernelLayer:
         self.scale = None
         if case.shared_scale is not None:
             self.scale = self.each(case.shared_scale.split(lengths))
-
-    def each(self, values: Sequence[Any]) -> Any:
-        """One entry per rank of this process; with one rank, a plain tensor."""
-        return values[0] if self.ep_size == 1 else list(values)
-
-    def together(self, values: Any) -> Tensor:
-        """All ranks' rows."""
-        return values if self.ep_size == 1 else torch.cat(list(values))
 
     def schedule(self) -> Any:
         from mok import functional
@@ -156,8 +150,7 @@ class _KernelLayer:
         d_x, d_weights, *parts = found
         shared = None
         if self.case.shared is not None:
-            each = [[part] if self.ep_size == 1 else part for part in parts[3:6]]
-            shared = Experts(*(torch.stack(list(part)) for part in each))
+            shared = Experts(*(torch.stack(self.place.every(part)) for part in parts[3:6]))
         return self.together(output), Gradients(
             x=self.together(d_x),
             router_weights=self.together(d_weights),

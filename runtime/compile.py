@@ -144,7 +144,7 @@ class Kernel:
                 start = time.perf_counter()
                 with contextlib.ExitStack() as stack:
                     path = self._object_path
-                    if path is None:
+                    if path is None or not path.exists():  # somebody may have emptied the cache
                         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mok-"))
                         path = Path(folder) / "kernel.o"
                         path.write_bytes(self._object)

@@ -195,9 +195,10 @@ class Heap:
         self._undo: list[Callable[[], None]] = []  # unmappings, newest last
         self._reserved = self.stride * group.size
         agree(group.rendezvous, "the heap's layout", [self.handle_kind, self.stride])
-        with together(group.rendezvous, "Reserving address space"):
-            self.base = self.memory.reserve(self._reserved)
+        self.base = 0
         try:
+            with together(group.rendezvous, "Reserving address space"):
+                self.base = self.memory.reserve(self._reserved)
             if options.size:
                 self._grow(options.size)
         except BaseException:
@@ -492,7 +493,8 @@ class Heap:
         if not self.closed:
             self.closed = True
             _run_all(self._undo)
-            self.memory.unreserve(self.base, self._reserved)
+            if self.base:
+                self.memory.unreserve(self.base, self._reserved)
             self.memory.close()
 
     def __enter__(self) -> Heap:

@@ -173,6 +173,7 @@ class Workspace:
         self.closed = False
         self.call = 0
         self._backward: BackwardBuffers | None = None
+        self.backward_words: tuple[Any, torch.Tensor] | None = None  # layout, int32 words
         self.recorder = Recorder(self)  # of calls with Config(trace=True)
         self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
@@ -352,11 +353,14 @@ class Workspace:
         """Every buffer with its size; print it."""
         return self.sizes
 
-    def counters(self) -> dict[str, list[int]]:
-        """The counters by name, as they are now, even while a kernel runs or hangs."""
+    def counters(self, kernel: Literal["forward", "backward"] = "forward") -> dict[str, list[int]]:
+        """The counters of a megakernel by name, as they are now, even while it runs or hangs: of the first
+        local rank's last call. Backward's are empty before its first call."""
         import struct
 
         self.check_open()
+        if kernel == "backward":
+            return self._backward_counters()
         layout = self.sizes.counters
         data = self.heap.memory.read(self.counter_words.data_ptr(), 4 * layout.size)
         words = struct.unpack(f"<{layout.size}i", data)
@@ -374,6 +378,20 @@ class Workspace:
             name: list(words[getattr(layout, name) : getattr(layout, name) + length])
             for name, length in lengths.items()
         }
+
+    def _backward_counters(self) -> dict[str, list[int]]:
+        import struct
+
+        if self.backward_words is None:
+            return {}
+        layout, tensor = self.backward_words
+        data = self.heap.memory.read(tensor.data_ptr(), 4 * layout.size)
+        words = struct.unpack(f"<{layout.size}i", data)
+        found = {name: [words[getattr(layout, name)]] for name in ("ticket", "comm_ticket")}
+        starts = [*layout[2:]]  # the arrays lie one behind the other, and size is their end
+        for name, start, end in zip(layout._fields[2:-1], starts, starts[1:], strict=False):
+            found[name] = list(words[start:end])
+        return found
 
     # -------------------------------------------------------------- closing
 

@@ -24,11 +24,11 @@ from mok.kernels_cute.backward.program import (
 from mok.kernels_cute.machine import machine_of
 from mok.kernels_cute.router_grad import router_grad_ctas
 from mok.reference import Case, Experts, Gradients, RankSchedule, schedule_reference
+from mok.reference.mxfp8 import through_mxfp8, through_mxfp8_along
 from mok.runtime.compile import KernelSpec, get_kernel
 from mok.runtime.launch import active_emulator, launch
 from tests.helpers import address, arch_of, kernel, run_token_sum, stream_of
 
-SCALES = ("gate_scales", "up_scales", "down_scales", "x_scales", "hidden_scales")  # of MXFP8
 TIMEOUT_NS = 30_000_000_000
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -38,6 +38,7 @@ def call(spec: KernelSpec, device: torch.device, **arguments) -> None:
     module, _, cls = spec.factory.rpartition(":")
     host = getattr(importlib.import_module(module), cls).__call__
     names = list(inspect.signature(host).parameters)[1:-1]
+    arguments |= {name: 0 for name in names if name.endswith("_scales")}  # of MXFP8
     assert set(arguments) == set(names), set(arguments) ^ set(names)
     values = [arguments[n] for n in names]
     emulator = active_emulator()
@@ -59,7 +60,7 @@ class BackwardRun:
         tokens_per_rank: how the tokens are split; evenly by default.
         minibatch, macrobatch: rows. grid, num_comm_ctas: CTAs.
         arch: of the kernels; the device's by default.
-        config: more of ``BackwardKernel``.
+        mxfp8: routed experts in MXFP8 (Hopper). config: more of ``BackwardKernel``.
         grad_mode: of ``BackwardKernel``; into: what the adding modes add to, all ranks together.
     """
 
@@ -78,8 +79,12 @@ class BackwardRun:
         grad_mode: str = "bf16",
         into: Gradients | None = None,
         arch: str | None = None,
+        mxfp8: bool = False,
         **config,
     ):
+        if mxfp8:
+            config["mxfp8"] = True
+        self.mxfp8 = mxfp8
         self.arch = arch or arch_of(case.x.device)
         spec = kernels.backward_spec(self.arch, direct, grad_mode)
         if config:
@@ -207,6 +212,15 @@ class _Rank:
             for kind, tensors in (("routed", parts), ("shared", shared_parts))
             for name, tensor in zip(("gate", "up", "down"), tensors, strict=True)
         }
+        self.weights_t = {"routed_gate_t": 0, "routed_up_t": 0}
+        self.backward_weights = self.weights
+        if run.mxfp8 and self.experts:
+            plain = self.weights
+            along = {n: through_mxfp8(plain[n]) for n in plain if n.startswith("routed")}
+            across = {n: through_mxfp8_along(plain[n], 1).contiguous() for n in along}
+            self.weights = plain | along
+            self.backward_weights = self.weights | {"routed_down": across["routed_down"]}
+            self.weights_t = {f"{n}_t": across[n] for n in ("routed_gate", "routed_up")}
         scale = run.case.shared_scale
         self.scale = None if scale is None else scale[mine].contiguous()
         if self.scale is not None and not self.tokens:
@@ -295,7 +309,7 @@ class _Rank:
         shared_i = max(run.shared_i, 64)
         self.y = run.full(self.rows, run.hidden)
         call(
-            kernels.forward_spec(run.arch, run.direct, save_context=True),
+            kernels.forward_spec(run.arch, run.direct, save_context=True, mxfp8=run.mxfp8),
             run.device,
             x=run.views["x"][self.rank],
             x_ring=self.saved_x,
@@ -306,7 +320,6 @@ class _Rank:
             x_heap=run.at["x"],
             slots_heap=run.at["slots"],
             counters=self.kept(run.words(layout.size)),
-            **dict.fromkeys(SCALES, 0),
             hidden_size=run.hidden,
             y_rows=self.rows,
             **self.weights,
@@ -353,7 +366,12 @@ class _Rank:
         )
         rings = {"replay_x": hidden, "dy_ring": hidden}
         rings |= dict.fromkeys(("replay_gate", "replay_up", "d_gate", "d_up", "weighted"), inner)
+        tokens_of = {"x_tokens": hidden, "dy_tokens": hidden, "d_gate_tokens": inner}
+        tokens_of["d_up_tokens"] = inner
+        if run.mxfp8:
+            rings |= tokens_of
         scratch = {name: run.full(ring, columns) for name, columns in rings.items()}
+        scratch |= {name: 0 for name in ("x_heap_scales", *tokens_of) if name not in rings}
         for name in ("shared_d_gate", "shared_d_up", "shared_weighted"):
             scratch[name] = run.full(tokens, shared_i)
         scratch["row_weight"] = run.full(ring, dtype=FP32)
@@ -380,7 +398,8 @@ class _Rank:
             max_groups=max(self.groups, 1),
             table_stride=self.entries,
             **scratch,
-            **self.weights,
+            **self.backward_weights,
+            **self.weights_t,
             **self.rows_of,
             **self.saved,
             **self.outputs,

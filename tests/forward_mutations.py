@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,22 +30,24 @@ ARCH = "sm_100a"
 SEEDS = (None, *range(19))  # the plain machine first: it takes a third of the time
 # Normal runs take less than a million warp instructions.
 MAX_STEPS = 5_000_000
-# Plain and even seeds: three blocks of few rows on rank 0, whose ring holds one. Odd ones: four blocks with
-# rows in both halves of the pair's tile, a ring of two, another launch.
+# Few stages, so that each is filled again and again.
+STAGES = 2
+# Plain and even seeds: three blocks of few rows on rank 0, whose ring holds one, and one pair that computes.
+# Odd ones: four blocks with rows in both halves of the pair's tile, a ring of two, several pairs.
 CASES = (
     (Shape(16, 128, 64, 6, 2, shared_intermediate_size=64), {"macrobatch": 256, "grid": 16}),
     (Shape(440, 64, 128, 4, 2, shared_intermediate_size=64), {"macrobatch": 512, "grid": 12}),
 )
 BUILDS = {
-    "ring": ({"ep_size": 2, "num_comm_ctas": 2, "num_sms": 6}, {"num_comm_ctas": 4, "num_sms": 8}),
-    "direct": ({"ep_size": 1, "num_sms": 4}, {"num_sms": 6}),
+    "ring": ({"ep_size": 2, "num_comm_ctas": 2, "num_sms": 4}, {"num_comm_ctas": 4, "num_sms": 8}),
+    "direct": ({"ep_size": 1, "num_sms": 2}, {"num_sms": 6}),
 }
 _CLUSTER_WAIT = re.compile(r"\s*barrier\.cluster\.wait")
 
 
 def kernel_ptx(build: str) -> str:
     """PTX of a build's kernel."""
-    return forward_kernel(ARCH, direct=build == "direct").ptx
+    return forward_kernel(ARCH, direct=build == "direct", stages=STAGES).ptx
 
 
 def all_mutations(ptx: str) -> Iterator[Mutation]:
@@ -56,12 +58,16 @@ def all_mutations(ptx: str) -> Iterator[Mutation]:
             yield Mutation("delete cluster wait", number, line, "")
 
 
-def name_of(mutation: Mutation, ptx: str) -> str:
-    """What a mutation is called: the kind, which of its kind it is, and the instruction's name."""
-    same = [m.line for m in all_mutations(ptx) if m.kind == mutation.kind]
-    instruction = re.search(r"[a-z][\w.:]*\.[\w.:]+", mutation.old)
-    assert instruction is not None
-    return f"{mutation.kind} {same.index(mutation.line)}: {instruction[0]}"
+def named_mutations(ptx: str) -> dict[str, Mutation]:
+    """All mutations by name: the kind, which of its kind it is, and the instruction."""
+    found: dict[str, Mutation] = {}
+    counts: Counter[str] = Counter()
+    for mutation in all_mutations(ptx):
+        instruction = re.search(r"[a-z][\w.:]*\.[\w.:]+", mutation.old)
+        assert instruction is not None
+        found[f"{mutation.kind} {counts[mutation.kind]}: {instruction[0]}"] = mutation
+        counts[mutation.kind] += 1
+    return found
 
 
 def results(
@@ -78,7 +84,9 @@ def results(
     )
     with emulated(ARCH, options["num_sms"], seed, check=True) as emu:
         emu.rewrite, emu.max_steps = rewrite, MAX_STEPS
-        run = ForwardRun(random_case(CASES[which][0]), ARCH, minibatch=256, **options)
+        run = ForwardRun(
+            random_case(CASES[which][0]), ARCH, minibatch=256, stages=STAGES, **options
+        )
         run.launch(0, emu.register)
         lines = emu.report.lines
     saved = run.saved[0]
@@ -118,7 +126,7 @@ def main(build: str, target: Path) -> None:
         found, seen = results(build, None, seed)
         expected.append(found)
         lines |= seen
-    named = {name_of(mutation, ptx): mutation for mutation in all_mutations(ptx)}
+    named = named_mutations(ptx)
     # First all of them on the plain machine, then the adversarial ones for what is left.
     for seeds in (SEEDS[:1], SEEDS[1:]):
         done = read(target)

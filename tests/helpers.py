@@ -20,6 +20,7 @@ KERNELS = {
     "forward": "mok.kernels_cute.forward:ForwardKernel",
     "plan": "mok.kernels_cute.backward.plan_kernel:PlanKernel",
     "quantise": "mok.kernels_cute.quantise:QuantiseKernel",
+    "quantise_rows": "mok.kernels_cute.quantise_rows:QuantiseRowsKernel",
     "router_grad": "mok.kernels_cute.router_grad:RouterGradKernel",
     "schedule": "mok.kernels_cute.schedule.build:ScheduleKernel",
     "stage_ids": "mok.kernels_cute.schedule.stage:StageIdsKernel",

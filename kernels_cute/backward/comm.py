@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import comm, sync, trace
+from .. import comm, comm_mxfp8, sync, trace
 from ..epilogue.router_grad import sum_groups
 from ..machine import CHUNK_N
 from ..megakernel import WARPS, MegaKernel
@@ -103,25 +103,35 @@ class CommRoles(MegaKernel):
 
     @cute.jit
     def bring_in(self, prog, item, schedule, sizes, buffers, warp):
-        """Pull dy rows and router weights; for a macrobatch that is replayed, x rows too."""
+        """Pull dy rows and router weights; for a macrobatch that is replayed, x rows too.
+
+        In MXFP8 the rows are quantised; their copies along the tokens, for the weight gradients, are made
+        from the results.
+        """
         rows, count = schedule.rows, self.tile.comm_m
         ring_row = item.row % sizes.macrobatch
-        offset = Int64(ring_row) * rows.row_bytes
-        comm.pull_rows(
-            rows,
-            item.row,
-            count,
-            buffers.dy_heap,
-            sizes.topk,
-            buffers.dy_ring + offset,
-            warp,
-            WARPS,
-        )
-        if prog.is_replayed(item.minibatch):
-            comm.pull_rows(
-                rows, item.row, count, buffers.x_heap, sizes.topk,
-                buffers.replay_x + offset, warp, WARPS,
-            )  # fmt: skip
+        replayed = prog.is_replayed(item.minibatch)
+        self.pull(rows, item.row, buffers.dy_heap, sizes.topk, buffers.dy_ring, ring_row, warp)
+        if replayed:
+            if cutlass.const_expr(self.wire):
+                comm_mxfp8.pull_quantised_rows(
+                    rows, item.row, count, buffers.x_heap, buffers.x_heap_scales, sizes.topk,
+                    buffers.replay_x, Int64(0), ring_row, True, warp, WARPS,
+                )  # fmt: skip
+            else:
+                self.pull(
+                    rows, item.row, buffers.x_heap, sizes.topk, buffers.replay_x, ring_row, warp
+                )
+        if cutlass.const_expr(self.mxfp8):
+            cute.arch.sync_threads()
+            thread = cute.arch.thread_idx()[0]
+            x = buffers.saved_x
+            if replayed:
+                x = buffers.replay_x
+            for source, target in ((buffers.dy_ring, buffers.dy_tokens), (x, buffers.x_tokens)):
+                comm_mxfp8.copy_along_rows(
+                    source, target, ring_row, count, sizes.hidden, thread, 32 * WARPS
+                )
         if warp == 0:
             for i in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
                 weight = Float32(0.0)
@@ -131,6 +141,18 @@ class CommRoles(MegaKernel):
                     source = buffers.weight_heap + Int64(peer) * rows.rank_stride
                     weight = cute.arch.load(float_ptr(source) + route, Float32)
                 cute.arch.store(float_ptr(buffers.row_weight) + ring_row + i, weight)
+
+    @cute.jit
+    def pull(self, rows, first, heap, topk, ring, ring_row, warp):
+        """The rows of an item from a heap to a ring."""
+        count = self.tile.comm_m
+        if cutlass.const_expr(self.mxfp8):
+            comm_mxfp8.pull_rows(
+                rows, first, count, heap, topk, ring, Int64(0), ring_row, True, warp, WARPS
+            )
+        else:
+            target = ring + Int64(ring_row) * rows.row_bytes
+            comm.pull_rows(rows, first, count, heap, topk, target, warp, WARPS)
 
     @cute.jit
     def push_out(self, item, schedule, sizes, buffers, warp):

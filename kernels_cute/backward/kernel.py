@@ -12,6 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from mok.errors import ResourceError
+
 from .. import comm, sync, trace, tracing
 from ..machine import CHUNK_N, HOPPER, machine_of
 from ..matrix import matrix, transposed
@@ -40,6 +42,8 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         group_m: row tiles that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
         scheduling: "clc" or "tickets"; None for the machine's default.
+        mxfp8: routed experts in MXFP8, expanded to BF16; Hopper, not with ``direct``.
+        wire: with mxfp8, x_heap is quantised already (dy_heap never is). Changes no bit of any result.
         trace: record begin and end of every task (``tracing``).
 
     Raises:
@@ -57,14 +61,25 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         stages: int | None = None,
         scheduling: str | None = None,
         trace: bool = False,
+        mxfp8: bool = False,
+        wire: bool = False,
     ):
+        if wire and not mxfp8:
+            raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
+        if mxfp8 and (direct or machine_of(arch) is not HOPPER):
+            raise ResourceError(
+                "the backward kernel in MXFP8 is for Hopper, and its rows pass the ring",
+                f"{arch}, direct={direct}",
+            )
         if grad_mode not in GRAD_MODES:
             raise ValueError(f"grad_mode must be one of {GRAD_MODES}, got {grad_mode!r}")
         hopper = machine_of(arch) is HOPPER
         # Blackwell: the results of dgrad down leave through three staging buffers at once.
         if stages is None and not hopper:
             stages = BLACKWELL_STAGES
-        super().__init__(arch, direct, TILE_N, stages, scheduling, store_stages=2 if hopper else 4)
+        store_stages = 2 if hopper else 4
+        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages)
+        self.wire = wire
         self.trace = trace
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
@@ -126,7 +141,13 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         row_weight: Int64,  # fp32 [macrobatch] (ring)
         d_gate: Int64,  # bf16 [macrobatch, I]
         d_up: Int64,  # bf16 [macrobatch, I]
-        weighted: Int64,  # bf16 [macrobatch, I]: w * hidden
+        weighted: Int64,  # bf16 [macrobatch, I]: w * hidden; in MXFP8 quantised along the tokens
+        routed_gate_t: Int64,  # MXFP8, as the next five: bf16 [El, I, H], quantised along I
+        routed_up_t: Int64,  # bf16 [El, I, H], quantised along I (routed_down is along H)
+        x_tokens: Int64,  # bf16 [macrobatch, H], quantised along the tokens
+        dy_tokens: Int64,  # bf16 [macrobatch, H]
+        d_gate_tokens: Int64,  # bf16 [macrobatch, I]
+        d_up_tokens: Int64,  # bf16 [macrobatch, I]
         dx: Int64,  # bf16 [dx_rows, H]: the ring's rows, or all rows (direct)
         dw_partial: Int64,  # fp32 [dx_rows, I/64]
         shared_d_gate: Int64,  # bf16 [T, Is]
@@ -142,6 +163,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         shared_dw_up: Int64,  # [Is, H]
         shared_dw_down: Int64,  # [H, Is]
         x_heap: Int64,  # symmetric, rank 0's address: bf16 [max tokens, H]
+        x_heap_scales: Int64,  # symmetric uint8 [max tokens, H/32] (wire)
         dy_heap: Int64,  # symmetric bf16 [max tokens, H]
         weight_heap: Int64,  # symmetric fp32 [max tokens, K]
         dx_heap: Int64,  # symmetric bf16 [max tokens * K, H]
@@ -183,6 +205,14 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
             x_mn, d_mn = d_mn, x_mn
         # Hopper's load warp brings the saved pre-activations; Blackwell's epilogue reads them.
         saved = main.tma_a if cutlass.const_expr(self.hopper) else lambda tensor: None
+        # What the gradients of data and of weights multiply with.
+        gate_t, up_t = routed_gate, routed_up
+        dy_tok, saved_tok, replay_tok = dy_ring, saved_x, replay_x
+        d_gate_tok, d_up_tok = d_gate, d_up
+        if cutlass.const_expr(self.mxfp8):
+            gate_t, up_t = routed_gate_t, routed_up_t
+            dy_tok, saved_tok, replay_tok = dy_tokens, x_tokens, x_tokens
+            d_gate_tok, d_up_tok = d_gate_tokens, d_up_tokens
         store_x = stage.tma_store if cutlass.const_expr(self.d_first) else stage.tma_store_wide
         sources = Sources(
             x_rows=main.row_source(x, T, H),
@@ -203,19 +233,19 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
             gate=main.tma_b_half(matrix(routed_gate, I, H, E)),
             up=main.tma_b_half(matrix(routed_up, I, H, E)),
             down_t=main.tma_b_half_mn(transposed(routed_down, H, I, E)),
-            gate_t=main.tma_b_half_mn(transposed(routed_gate, I, H, E)),
-            up_t=main.tma_b_half_mn(transposed(routed_up, I, H, E)),
+            gate_t=main.tma_b_half_mn(transposed(gate_t, I, H, E)),
+            up_t=main.tma_b_half_mn(transposed(up_t, I, H, E)),
             shared_down_t=main.tma_b_half_mn(transposed(shared_down, H, S)),
             shared_gate_t=main.tma_b_half_mn(transposed(shared_gate, S, H)),
             shared_up_t=main.tma_b_half_mn(transposed(shared_up, S, H)),
             dy_t=main.tma_a_mn(transposed(dy, T, H)),
-            dy_ring_t=main.tma_a_mn(transposed(dy_ring, B, H)),
+            dy_ring_t=main.tma_a_mn(transposed(dy_tok, B, H)),
             x_t=x_mn(transposed(x, T, H)),
-            saved_x_t=x_mn(transposed(saved_x, B, H)),
-            replay_x_t=x_mn(transposed(replay_x, B, H)),
+            saved_x_t=x_mn(transposed(saved_tok, B, H)),
+            replay_x_t=x_mn(transposed(replay_tok, B, H)),
             weighted_t=main.tma_b_half_mn(transposed(weighted, B, I)),
-            d_gate_t=d_mn(transposed(d_gate, B, I)),
-            d_up_t=d_mn(transposed(d_up, B, I)),
+            d_gate_t=d_mn(transposed(d_gate_tok, B, I)),
+            d_up_t=d_mn(transposed(d_up_tok, B, I)),
             shared_weighted_t=main.tma_b_half_mn(transposed(shared_weighted, T, S)),
             shared_d_gate_t=d_mn(transposed(shared_d_gate, T, S)),
             shared_d_up_t=d_mn(transposed(shared_d_up, T, S)),
@@ -254,7 +284,8 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         buffers = Buffers(
             x, dy, router_weights, shared_scale, saved_gate, saved_up, replay_gate, replay_up,
             saved_shared_gate, saved_shared_up, row_weight, dw_partial, shared_dw_partial,
-            accumulators, replay_x, dy_ring, dx, x_heap, dy_heap, weight_heap, dx_heap, dw_heap,
+            accumulators, replay_x, dy_ring, dx, saved_x, x_tokens, dy_tokens, d_gate_tokens,
+            d_up_tokens, weighted, x_heap, x_heap_scales, dy_heap, weight_heap, dx_heap, dw_heap,
             counters,
         )  # fmt: skip
 

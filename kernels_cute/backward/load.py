@@ -111,6 +111,7 @@ class LoadRoles(MegaKernel):
         """Wait for everything a task reads or overwrites (whole warp)."""
         counters, schedule, sizes = ctx.counters, ctx.schedule, ctx.sizes
         kind, minibatch = entry.kind, entry.minibatch
+        zero = Int32(0)
         previous = minibatch - prog.ring_mbs
         if kind == REPLAY or kind == DDOWN:
             if cutlass.const_expr(not self.direct):
@@ -146,6 +147,18 @@ class LoadRoles(MegaKernel):
             if entry.earlier != 0:
                 target = prog.group_target(self.result_warps)
                 self.wait_on(ctx, counters.group, entry.group - 1, target, "group", entry)
+            if entry.later != 0:
+                # The buffer is the one of two, four, … macrobatches before: its last reader must be through.
+                reader, reads = zero, zero
+                macrobatch = entry.first // prog.ring_blocks - 1
+                while reads == 0 and macrobatch >= 1:
+                    base = GROUP_BASE * sizes.table_stride + macrobatch * prog.ring_mbs
+                    reader = cute.arch.load(schedule.tables + base, Int32)
+                    reads = cute.arch.load(schedule.groups + reader * GROUP_WORDS + 3, Int32)
+                    macrobatch -= 2
+                if reads != 0:
+                    target = prog.group_target(self.result_warps)
+                    self.wait_on(ctx, counters.group, reader, target, "group", entry)
         elif kind > SHARED + DX:
             self.wait_range(
                 ctx, counters.shared, Int32(0), prog.shared_blocks, prog.shared_target(),

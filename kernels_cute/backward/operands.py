@@ -136,7 +136,14 @@ class Buffers(NamedTuple):
     replay_x: Int64  # bf16 [macrobatch, H] (ring)
     dy_ring: Int64  # bf16 [macrobatch, H] (ring)
     dx_ring: Int64  # bf16 [macrobatch, H] (ring)
+    saved_x: Int64  # MXFP8, as the next five: bf16 [macrobatch, H]
+    x_tokens: Int64  # bf16 [macrobatch, H], quantised along the tokens
+    dy_tokens: Int64
+    d_gate_tokens: Int64  # bf16 [macrobatch, I], quantised along the tokens
+    d_up_tokens: Int64
+    weighted_tokens: Int64
     x_heap: Int64
+    x_heap_scales: Int64  # wire
     dy_heap: Int64
     weight_heap: Int64  # fp32 [max tokens, K]
     dx_heap: Int64  # bf16 [max tokens * K, H]

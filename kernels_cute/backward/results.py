@@ -172,7 +172,8 @@ class ResultRoles(MegaKernel):
         else:
             chunk, chunk_phase = results.put_x_gradient(shared, worker, at, chunk, chunk_phase)
         at, phase = self.mainloop.give_back(worker, shared.bars, at, phase)
-        if entry.later != 0:
+        # The next group reads what was kept; a later one may overwrite what was read.
+        if entry.later + entry.earlier != 0:
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 sync.arrive(ctx.counters.group + entry.group)

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import ptx
+from .. import mxfp8, ptx, ptx_fp8, ptx_sm100
 from ..epilogue.router_grad import add_butterfly
 from ..epilogue.swiglu import swiglu_backward
 from ..invariant import Invariant
@@ -86,12 +86,64 @@ class Results(Invariant):
                 part = add_butterfly(parts[half], 4)
                 if lane % 4 == 0:
                     kernel.store_partial(ctx, routed, partial_row + 8 * half, groups, column, part)
+            if cutlass.const_expr(kernel.mxfp8):
+                if routed:
+                    self.quantise_chunk(ctx, shared, entry, stage, entry.n * kernel.chunks + c)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(bars.written + stage)
             stage, phase = advance(stage, phase, main.stages)
         return stage, phase, chunk, chunk_phase
+
+    @cute.jit
+    def quantise_chunk(self, ctx, shared, entry, stage, column):
+        """MXFP8 of 64 columns of d_gate, d_up and w·hidden that lie in a stage as BF16 (all result warps).
+
+        Blocks of 32 rows go to memory from here, expanded, for the weight gradients. Then d_gate and d_up are
+        quantised along the row, in place, for the gradient of x.
+        """
+        main, buffers = self.main, ctx.buffers
+        thread = self.thread(None)
+        sA = shared.sA.iterator.toint() + stage * main.a_bytes
+        sB = shared.sB.iterator.toint() + stage * main.b_bytes
+        row_bytes = Int64(ctx.sizes.intermediate) * 2
+        first, pair, which = thread // 32 % 4 * 32, thread % 32, thread // 128
+        inside = column * CHUNK_N < ctx.sizes.intermediate
+        offset = Int64(entry.ring_block * self.tile.m + first) * row_bytes
+        offset += Int64(column * CHUNK_N + 2 * pair) * 2
+        cute.arch.barrier(barrier_id=1, number_of_threads=256)
+        if inside:
+            gate_or_up, tokens = sA, buffers.d_gate_tokens
+            if which == 1:
+                gate_or_up, tokens = sB, buffers.d_up_tokens
+            self.quantise_rows(gate_or_up, tokens + offset, row_bytes, first, pair)
+            if which == 0:
+                hidden = sB + main.a_bytes
+                self.quantise_rows(hidden, buffers.weighted_tokens + offset, row_bytes, first, pair)
+            cute.arch.fence_proxy("async.global")  # TMA reads them
+        cute.arch.barrier(barrier_id=1, number_of_threads=256)
+        row, block = thread % 128, thread // 128
+        for base in (sA, sB):
+            at = [base + row * 128 + (((4 * block + j) ^ (row % 8)) << 4) for j in range(4)]
+            pairs = [word for address in at for word in ptx_fp8.shared_load_16(address)]
+            values = mxfp8.through(pairs, mxfp8.scale_code(mxfp8.magnitude(pairs)))
+            for j in cutlass.range_constexpr(4):
+                ptx_sm100.shared_store_16(at[j], *values[4 * j : 4 * j + 4])
+
+    @cute.jit
+    def quantise_rows(self, source, target, row_bytes, first, pair):
+        """32 rows of two columns of a chunk in the 128-byte swizzle, to rows in global memory."""
+
+        def load(row):
+            at = first + row
+            return ptx_fp8.shared_load_4(
+                source + at * 128 + (((pair // 4) ^ (at % 8)) << 4) + pair % 4 * 4
+            )
+
+        mxfp8.through_rows(
+            load, lambda row, word: ptx_fp8.store_4(target + Int64(row) * row_bytes, word)
+        )
 
     @cute.jit
     def put_x_gradient(self, shared, worker, stage, chunk, phase):

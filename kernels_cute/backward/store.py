@@ -40,6 +40,10 @@ class StoreRoles(MegaKernel):
                 staging.signal(counters.replay + entry.block)
             elif kind == DDOWN:
                 d_hidden = (targets.d_gate, targets.d_up, targets.weighted)
+                if cutlass.const_expr(self.mxfp8):
+                    d_hidden = d_hidden[
+                        :2
+                    ]  # the epilogue writes what is quantised along the tokens
                 chunk, phase, written = self.store_d_hidden(
                     shared, d_hidden, ring_rows, entry, stage, chunk, phase, written
                 )
@@ -108,11 +112,9 @@ class StoreRoles(MegaKernel):
     def store_d_hidden(self, shared, targets, row_tile, entry, stage, chunk, phase, written):
         """d_gate, d_up and w·hidden of a task: from staging buffers, or from the stages behind its operands."""
         if cutlass.const_expr(self.chunk_steps > 0):
-            d_gate, d_up, weighted = targets
-            in_place = (
-                self.staging.partition(d_gate, shared.sA),
-                self.staging.partition(d_up, shared.sB_half),
-                self.staging.partition(weighted, shared.sB_half),
+            places = (shared.sA, shared.sB_half, shared.sB_half)
+            in_place = tuple(
+                self.staging.partition(target, place) for target, place in zip(targets, places)
             )
             written = self.store_stages(
                 shared.bars, in_place, row_tile, entry.n, stage + entry.k_tiles, written
@@ -131,13 +133,12 @@ class StoreRoles(MegaKernel):
         Bit s of ``written`` is the phase of stage s's ``written`` barrier; returns it updated. A stage
         holds d_gate in A's place, d_up and w·hidden in B's left and right half.
         """
-        d_gate, d_up, weighted = targets
         for c in cutlass.range_constexpr(self.chunks):
             at = (stage + c) % self.mainloop.stages
             column = n * self.chunks + c
             cute.arch.mbarrier_wait(bars.written + at, (written >> at) & 1)
             written ^= Int32(1) << at
-            for target, slot in ((d_gate, at), (d_up, 2 * at), (weighted, 2 * at + 1)):
+            for target, slot in zip(targets, (at, 2 * at, 2 * at + 1)):
                 cute.copy(
                     target.atom, target.tXsX[None, slot], target.tXgX[None, row_tile, column, 0]
                 )

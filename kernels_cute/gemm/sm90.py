@@ -265,16 +265,16 @@ class Mainloop(Invariant):
         first = thread // 8
         source = x_address + Int64(chunk * 16)
         target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+        pitch = Int32(row_bytes)
         for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             stage_target = target + stage * self.a_bytes
             for i in cutlass.range_constexpr(self.TILE_M // row_step):
                 row = rows[i]
-                valid = row >= 0
                 ptx.cp_async_16(
                     stage_target + i * row_step * 128,
-                    source + Int64(cutlass.max(row, Int32(0))) * row_bytes,
-                    Int32(valid) * 16,
+                    ptx.mad_wide(cutlass.max(row, Int32(0)), pitch, source),
+                    Int32(row >= 0) * 16,
                 )
             cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
             source += Int64(self.TILE_K * 2)
@@ -324,37 +324,45 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:
         """Gather A for a contraction over rows: K runs over ``routes``, 128 columns of x per tile.
 
-        Other arguments as ``gather``. Columns outside the matrix are zeros. Thread t copies 16-byte chunk t%8 of both strips of 64 columns for
-        rows t//8, t//8 + gather_threads/8, …
+        Other arguments as ``gather``. Columns outside the matrix are zeros. Thread t copies 16-byte chunk t%8
+        of both strips of 64 columns for rows t//8, t//8 + gather_threads/8, … Two warps must keep up with
+        the MMA here, so an address is one multiplication, and routes are loaded a step ahead.
         """
         row_step = self.gather_threads // 8
         per_thread = self.TILE_K // row_step
         chunk = thread % 8
         first = thread // 8
-        row_bytes, columns = source.row_bytes, Int32(source.row_bytes // 2)
+        pitch, columns = Int32(source.row_bytes), Int32(source.row_bytes // 2)
         first_byte = source.address + Int64(first_column + chunk * 8) * 2
         target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+        inside = [Int32(first_column + s * 64 < columns) * 16 for s in range(self.TILE_M // 64)]
+        mine = routes + first
         ids = cute.make_rmem_tensor((per_thread,), Int32)
+        coming = cute.make_rmem_tensor((per_thread,), Int32)
         if k_tiles > 0:
             for i in cutlass.range_constexpr(per_thread):
-                ids[i] = cute.arch.load(routes + first + i * row_step, Int32)
+                coming[i] = cute.arch.load(mine + i * row_step, Int32)
         for k in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             for i in cutlass.range_constexpr(per_thread):
-                token = select(ids[i] < 0, Int32(-1), divide(ids[i], by_topk))
+                ids[i] = coming[i]
+            # The last step loads its own routes again, rather than any that do not exist.
+            ahead = mine + cutlass.min(k + 1, k_tiles - 1) * self.TILE_K
+            for i in cutlass.range_constexpr(per_thread):
+                coming[i] = cute.arch.load(ahead + i * row_step, Int32)
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            stage_target = target + stage * self.a_bytes
+            for i in cutlass.range_constexpr(per_thread):
+                valid = ids[i] >= 0
+                token = divide(cutlass.max(ids[i], Int32(0)), by_topk)
+                row = ptx.mad_wide(token, pitch, first_byte)
                 for s in cutlass.range_constexpr(self.TILE_M // 64):
-                    inside = first_column + s * 64 < columns
-                    valid = select(inside, Int32(token >= 0), Int32(0))
+                    # Where nothing is copied, the address is not used.
                     ptx.cp_async_16(
-                        target + stage * self.a_bytes + s * 8192 + i * row_step * 128,
-                        first_byte + Int64(valid * token) * row_bytes + Int64(valid * (s * 128)),
-                        valid * 16,
+                        stage_target + s * 8192 + i * row_step * 128,
+                        row + Int64(s * 128),
+                        Int32(valid) * inside[s],
                     )
             cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
-            if k + 1 < k_tiles:  # the next step's routes travel while the MMA works
-                for i in cutlass.range_constexpr(per_thread):
-                    at = (k + 1) * self.TILE_K + first + i * row_step
-                    ids[i] = cute.arch.load(routes + at, Int32)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 
@@ -365,7 +373,9 @@ class Mainloop(Invariant):
         """The gather threads' part of a task whose A comes by TMA: arrive, so that counts match."""
         for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
-            cute.arch.mbarrier_arrive(bars.full + stage)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:  # for the warp: arrivals at one address take turns
+                cute.arch.mbarrier_arrive(bars.full + stage, arrive_count=32)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 

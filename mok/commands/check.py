@@ -55,8 +55,6 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
             if args.what not in (what, "all"):
                 continue
             chosen = make(backend, args.model, args.quick)
-            if ranks is not None and what in ("backward", "bits"):
-                continue  # these run on virtual ranks
             if ranks is not None:
                 chosen = on_processes(chosen, ranks.size)
             for case in chosen:

@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mok.backends import Backend
 from mok.commands.shapes import fit_to_gpu, shrink
@@ -67,11 +68,12 @@ def model_cases(
             yield case
 
 
-def on_processes(cases: Iterator[CheckCase], size: int) -> Iterator[CheckCase]:
-    """The cases at EP = ``size``, each once."""
+def on_processes(cases: Iterator[Any], size: int) -> Iterator[Any]:
+    """The cases (of any kind with a name, ranks and tokens) at EP = ``size``, each once."""
     seen = set()
     for case in cases:
-        name = re.sub(r"EP \d+", f"EP {size}", case.name)
+        name, found = re.subn(r"EP \d+", f"EP {size}", case.name)
+        name = name if found else f"{name}, EP {size}"
         if name not in seen:
             seen.add(name)
             lengths = fit(case.tokens_per_rank, size)

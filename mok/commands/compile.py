@@ -20,17 +20,21 @@ SHOWN = ("HGMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "LDGSTS", "UBLKCP", "USETMAXR
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="sm_90a", help="such as sm_90a")
     parser.add_argument("--model", default="qwen3-30b-a3b", choices=MODELS)
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "mxfp8"))
 
 
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     from mok.backends import require_kernel
-    from mok.kernels import backward_kernels, forward_kernels
+    from mok.kernels import backward_kernels, forward_kernels, mxfp8_kernels
     from mok.runtime.compile import get_kernel
 
     require_kernel(args.arch)
     has_shared = get_model(args.model).shared_intermediate_size is not None
     kernels = []
-    for spec in forward_kernels(args.arch, has_shared) + backward_kernels(args.arch, has_shared):
+    specs = forward_kernels(args.arch, has_shared) + backward_kernels(args.arch, has_shared)
+    if args.precision == "mxfp8":
+        specs = mxfp8_kernels(args.arch, has_shared)
+    for spec in specs:
         kernel = get_kernel(spec)
         resources = kernel.resources
         kernels.append(
@@ -46,7 +50,12 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 "instructions": kernel.instructions(),
             }
         )
-    return {"arch": args.arch, "model": args.model, "kernels": kernels}
+    return {
+        "arch": args.arch,
+        "model": args.model,
+        "precision": args.precision,
+        "kernels": kernels,
+    }
 
 
 def passed(document: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mok.commands import doctor_gpu
 from mok.errors import MokError
 
 NAME = "doctor"
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     checks = [check() for check in (python, torch, dsl, cuda_python, cache_folder, disassembler)]
     checks.append(driver())
     if checks[-1]["ok"]:
-        checks += [gpu(), torch_cuda(), peer_handles()]
+        checks += [gpu(), torch_cuda(), peer_handles(), peers(), doctor_gpu.imex()]
+        checks += doctor_gpu.ask_nvml()
     return {"backend": _backend(), "checks": checks}
 
 
@@ -175,6 +177,14 @@ def peer_handles() -> Check:
     from mok.runtime.memory import CudaMemory
 
     return probe_handles(CudaMemory(ordinal_of()))
+
+
+def peers() -> Check:
+    """Whether the visible GPUs can map each other's memory."""
+    from mok.runtime.device import device_count
+    from mok.runtime.memory import CudaMemory
+
+    return doctor_gpu.peers([CudaMemory(i) for i in range(device_count())])
 
 
 def probe_handles(memory: Any) -> Check:

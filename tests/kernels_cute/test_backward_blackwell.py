@@ -51,7 +51,8 @@ def test_no_tokens():
 
 
 def test_adversarial_order():
-    exact(dataclasses.replace(DIRECT, shape=dataclasses.replace(SMALL, num_tokens=270)), seed=1)
+    """One expert in three macrobatches, so that a buffer of accumulators is written twice; one empty."""
+    exact(Layer(Shape(520, 64, 64, 2, 1, 1, 64), kind="one_expert", macrobatch=1), seed=1)
 
 
 # ------------------------------------------------------------------ the full matrix

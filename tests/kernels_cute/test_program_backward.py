@@ -81,6 +81,34 @@ def test_all_work_once(case):
     assert items == want
 
 
+def buffer_reader(p, plan, first):
+    """As the load warp finds it: the last group that reads the buffer that one from ``first`` on keeps.
+
+    Macrobatch m keeps in buffer m mod 2 for the first group of macrobatch m + 1.
+    """
+    for macrobatch in range(first // p.ring_blocks - 1, 0, -2):
+        found = plan.tables[pb.GROUP_BASE][macrobatch * p.ring_mbs]
+        if plan.groups[found][3]:
+            return [found]
+    return []
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_kept_accumulators_are_read_before_they_are_overwritten(case):
+    p, _, plan = case
+    for group, (_, first, _, _, later) in enumerate(plan.groups):
+        buffer = first // p.ring_blocks % 2
+        readers = [
+            g
+            for g in range(group)
+            if plan.groups[g][3] and (plan.groups[g][1] // p.ring_blocks - 1) % 2 == buffer
+        ]
+        if later:
+            # Earlier readers were awaited by whoever wrote for the last one.
+            assert buffer_reader(p, plan, first) == readers[-1:]
+
+
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_runs_to_the_end_with_few_workers(case, compute, comm, rng):
@@ -108,9 +136,12 @@ def test_runs_to_the_end_with_few_workers(case, compute, comm, rng):
         if t.kind == pb.DX:
             return pushed and done["ddown", t.block] >= p.n_ddown
         if pb.WDOWN <= t.kind <= pb.WUP:
-            _, first, end, earlier, _ = plan.groups[t.group]
-            return all(done["ddown", b] >= p.n_ddown for b in range(first, end)) and (
-                not earlier or done["group", t.group - 1] >= p.group_tasks
+            _, first, end, earlier, later = plan.groups[t.group]
+            awaited = [t.group - 1] if earlier else []
+            if later:
+                awaited += buffer_reader(p, plan, first)
+            return all(done["ddown", b] >= p.n_ddown for b in range(first, end)) and all(
+                done["group", g] >= p.group_tasks for g in awaited
             )
         if t.kind == pb.SHARED + pb.DX:
             return done["shared", t.block] >= p.shared_n_ddown

@@ -52,6 +52,10 @@ CASES = {
     "mul_rn": (lambda a, w, x: ptx.mul_rn(x, x), "mul.rn.f32"),
     "add_rn": (lambda a, w, x: ptx.add_rn(x, x), "add.rn.f32"),
     "fma_rn": (lambda a, w, x: ptx.fma_rn(x, x, Float32(1.0)), "fma.rn.f32"),
+    "mad_wide": (
+        lambda a, w, x: ptx.store_16(ptx.mad_wide(Int32(w), Int32(w), a), w, w, w, w),
+        "mad.wide.u32",
+    ),
     "ex2": (lambda a, w, x: ptx.ex2(x), "ex2.approx.ftz.f32"),
     "rcp": (lambda a, w, x: ptx.rcp(x), "rcp.approx.ftz.f32"),
     "min_nan": (lambda a, w, x: ptx.min_nan(x, Float32(1.0)), "min.NaN.f32"),
@@ -102,6 +106,7 @@ FP8 = {
     "unpack_e4m3": (lambda a, w, x: ptx_fp8.unpack_e4m3(w)[3], "cvt.rn.f16x2.e4m3x2"),
     "shared_load_16": (lambda a, w, x: ptx_fp8.shared_load_16(Int32(w))[1], "ld.shared.v4.b32"),
     "shared_load_4": (lambda a, w, x: ptx_fp8.shared_load_4(Int32(w)), "ld.shared.b32"),
+    "load_4": (lambda a, w, x: ptx_fp8.load_4(a), "ld.global.L1::no_allocate.b32"),
     "store_8": (lambda a, w, x: ptx_fp8.store_8(a, w, w), "st.global.v2.b32"),
     "store_4": (lambda a, w, x: ptx_fp8.store_4(a, w), "st.global.b32"),
     "store_1": (lambda a, w, x: ptx_fp8.store_1(a, w), "st.global.b8"),

@@ -73,8 +73,19 @@ CLUSTER = {
         lambda a, w: ptx.shared_store_16(w, *[Uint32(w)] * 4),
         "st.shared.v4.b32",
     ),
+    "load_f32_4": (lambda a, w: ptx.load_f32_4(a)[0], "ld.global.v4.f32"),
+    "store_f32_4": (lambda a, w: ptx.store_f32_4(a, [Float32(w)] * 4), "st.global.v4.f32"),
 }
 TENSOR = {
+    "load_32_if": (
+        lambda a, w: ptx.load_32_if(a, w != 0)[0],
+        "ld.global.L1::no_allocate.v8.b32",
+    ),
+    "tmem_store": (
+        lambda a, w: ptx.tmem_store(w, [Float32(w)] * 32),
+        "tcgen05.st.sync.aligned.32x32b.x32.b32",
+    ),
+    "tmem_store_wait": (lambda a, w: ptx.tmem_store_wait(), "tcgen05.wait::st.sync.aligned"),
     "tmem_load": (two_loads, "tcgen05.ld.sync.aligned.32x32b.x32.b32"),
     "copy_scales": (
         lambda a, w: ptx.copy_scales(w, a),

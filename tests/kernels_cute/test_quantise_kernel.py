@@ -90,6 +90,40 @@ def test_emulated(arch):
         check(random_values(2, 128, 256), "cpu", arch)
 
 
+def run_rows(x, num_ctas, arch=None):
+    """(data, plain scales) of bf16 [T, H] by the kernel that fills the heap, on the CPU."""
+    tokens, hidden = x.shape
+    data = torch.full((tokens, hidden), 0x55, dtype=torch.uint8, device=x.device)
+    scales = torch.full((tokens, hidden // 32), 0x55, dtype=torch.uint8, device=x.device)
+    launch(
+        kernel("quantise_rows", arch or arch_of(x.device)),
+        x.data_ptr(),
+        data.data_ptr(),
+        scales.data_ptr(),
+        x.numel(),
+        num_ctas,
+        stream_of(x.device),
+    )
+    return data.cpu(), scales.cpu()
+
+
+def check_rows(x, device, num_ctas, arch=None):
+    data, scales = run_rows(x.to(device), num_ctas, arch)
+    expected = quantise(x)
+    assert torch.equal(data, expected.data.view(torch.uint8))
+    assert torch.equal(scales, expected.scales.view(torch.uint8))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("tokens", "hidden", "ctas"), [(1, 128, 1), (37, 384, 2), (9, 256, 16)])
+def test_rows_emulated(arch, tokens, hidden, ctas):
+    from mok.tools.emulator import Emulator
+
+    with Emulator(arch):
+        check_rows(random_values(tokens, hidden), "cpu", ctas, arch)
+
+
 @pytest.mark.emulator
 def test_special_values_emulated():
     from mok.tools.emulator import Emulator
@@ -102,6 +136,8 @@ def test_special_values_emulated():
 def test_a_million_blocks_on_the_gpu():
     check(random_values(8, 2048, 2048), "cuda")
     check(special_values(), "cuda")
+    check_rows(random_values(1000, 2048), "cuda", 64)
+    check_rows(special_values()[0], "cuda", 64)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

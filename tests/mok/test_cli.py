@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_wave_runs_for_everything(capsys, model, machine):
 
 
 def test_demo_document(capsys):
-    code, found = document(capsys, "demo")
+    code, found = document(capsys, "demo", "--reference")
     assert code == 0 and found["ok"]
     assert set(found) >= {"backend", "device", "shape", "error", "ms", "tflops", "ok"}
     assert found["backend"] == "scheduled reference (CPU)"
@@ -81,9 +82,15 @@ def test_demo_document(capsys):
 
 
 def test_demo_prints_the_backend(capsys):
-    out = text(capsys, "demo", "--seed", "3")
+    out = text(capsys, "demo", "--seed", "3", "--reference")
     assert "scheduled reference (CPU)" in out and "no NVIDIA driver" in out
     assert "scaled down" in out
+
+
+def test_demo_without_the_emulator_says_so(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    out = " ".join(text(capsys, "demo").split())
+    assert "scheduled reference (CPU)" in out and "No emulator either" in out
 
 
 def test_demo_fails_when_the_result_is_wrong(capsys, monkeypatch):
@@ -95,7 +102,7 @@ def test_demo_fails_when_the_result_is_wrong(capsys, monkeypatch):
         return right(*args, **kwargs) * 1.01
 
     monkeypatch.setattr(backends, "forward_reference", wrong)
-    code, found = document(capsys, "demo")
+    code, found = document(capsys, "demo", "--reference")
     assert code == 1 and not found["ok"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from mok.reference import (
     Case,
     Experts,
     expand,
+    forward_oracle,
     forward_reference,
     integer_case,
     quantise,
@@ -115,32 +118,37 @@ def quantised(case, **options):
     return [mxfp8_quantize(w, **options) for w in (routed.gate, routed.up, routed.down)]
 
 
-def make_workspace(case, group=None, precision="mxfp8"):
+def make_workspace(case, group=None, precision="mxfp8", config=CONFIG):
     shape = case.shape
     return functional.create_workspace(
-        CONFIG, group, max_tokens=len(case.x), hidden_size=shape.hidden_size,
+        config, group, max_tokens=len(case.x), hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size, num_experts=shape.num_experts, topk=shape.topk,
         shared_intermediate_size=shape.shared_intermediate_size, precision=precision,
     )  # fmt: skip
 
 
 def run(case, routed, workspace, **options):
-    schedule = functional.build_schedule(workspace, CONFIG, case.top_experts)
-    shared = case.shared
+    config, shared = workspace.config, case.shared
+    schedule = functional.build_schedule(workspace, config, case.top_experts)
     return functional.forward(
-        CONFIG, workspace, schedule, case.x, case.router_weights, shared.gate[0], shared.up[0],
+        config, workspace, schedule, case.x, case.router_weights, shared.gate[0], shared.up[0],
         shared.down[0], *routed, **options,
     )  # fmt: skip
 
 
-@pytest.fixture(params=["sm_90a", "sm_100a"])
-def emulated(request):
+@pytest.fixture(params=["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+def machine(request):
     pytest.importorskip("cutlass")
     pytest.importorskip("numba")
     from mok.tools.emulator import Emulator
 
-    with Emulator(request.param, num_sms=6):
-        yield request.param
+    with Emulator(request.param, num_sms=6) as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def emulated(machine):
+    return machine.arch
 
 
 @pytest.mark.emulator
@@ -158,6 +166,38 @@ def test_forward(emulated):
         others = [Mxfp8Weight.of(q.data, q.scales) for q in parts]
         again, _ = run(case, others, workspace, save_context=False)
         assert torch.equal(again, output)
+
+
+@pytest.mark.emulator
+def test_wire_and_recompute(emulated):
+    case = random_case(SHAPE, kind="dropped")
+    routed = quantised(case)
+    with make_workspace(case) as workspace:
+        expected, saved = run(case, routed, workspace)
+    wire = dataclasses.replace(CONFIG, mxfp8_wire=True)
+    with make_workspace(case, config=wire) as workspace:
+        assert workspace.x.peer(0).dtype == torch.uint8
+        output, _ = run(case, routed, workspace, save_context=False)
+        assert torch.equal(output, expected)
+        schedule = functional.build_schedule(workspace, wire, case.top_experts)
+        shared = (case.shared.gate[0], case.shared.up[0])
+        again = functional.recompute_forward_context(
+            wire, workspace, schedule, case.x, *shared, *routed[:2]
+        )
+        with pytest.raises(ShapeError, match="mxfp8_wire"):
+            functional.build_schedule(workspace, CONFIG, case.top_experts)
+        rows = min(int(schedule.num_tokens), workspace.sizes.ring)
+    bits = lambda t: t.view(torch.uint8)  # noqa: E731
+    for name in ("x_routed", "gate_routed", "up_routed"):
+        assert torch.equal(
+            bits(getattr(again, name)[0][:rows]), bits(getattr(saved, name)[0][:rows])
+        )
+    for name in ("gate_shared", "up_shared"):
+        assert torch.equal(bits(getattr(again, name)[0]), bits(getattr(saved, name)[0]))
+    assert len(again.x_scales) == (emulated != "sm_90a")
+    if again.x_scales:
+        used = rows // 128 * 128 * SHAPE.hidden_size // 32
+        assert torch.equal(again.x_scales[0][:used], saved.x_scales[0][:used])
 
 
 @pytest.mark.emulator
@@ -243,7 +283,7 @@ def make_layer(**options):
 
 
 @pytest.mark.emulator
-def test_layer(emulated):
+def test_layer(machine, emulated):
     layer = make_layer(config=CONFIG)
     x = weight(40, 128)
     with pytest.raises(ResourceError, match="no_grad"):
@@ -254,6 +294,14 @@ def test_layer(emulated):
         tile = 128 if emulated == "sm_90a" else 256
         wanted = forward_reference(case, tile=tile, precision="mxfp8")
         assert relative_l2(output, wanted) < 5e-3
+        # Activations are quantised inside the megakernel: no kernel but these runs.
+        first = len(machine.report.launches)
+        layer(x)
+        names = [launch.kernel for launch in machine.report.launches][first:]
+        assert [n.rsplit("_", 1)[0] for n in names] == [
+            "stage_ids", "schedule_count", "schedule_scan", "schedule_place",
+            "forward_ring_mxfp8", "token_sum_ring",
+        ]  # fmt: skip
         layer.routed_up.mul_(2)
         changed = layer(x)
         case = layer_case(layer, x)
@@ -273,3 +321,19 @@ def test_bad_layers():
     with pytest.raises(DtypeError, match="bf16 or mxfp8"):
         MoELayer(128, 128, 2, 1, precision="fp4")
     assert "mxfp8" in repr(make_layer())
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_layer_on_the_gpu():
+    torch.manual_seed(0)
+    layer = MoELayer(1024, 512, 16, 4, router="softmax", precision="mxfp8", device="cuda")
+    x = torch.randn(2048, 1024, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        output = layer(x)
+        assert torch.equal(layer(x), output)
+        case = layer_case(layer, x)
+        assert relative_l2(output, forward_reference(case, precision="mxfp8")) < 5e-3
+        assert relative_l2(output, forward_oracle(case)) < 7e-2

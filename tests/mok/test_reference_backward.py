@@ -14,10 +14,12 @@ from mok.reference import (
     GRADIENT_LIMIT,
     ROUTINGS,
     Case,
+    Experts,
     Gradients,
     backward_loop,
     backward_oracle,
     backward_reference,
+    forward_loop,
     integer_case,
     integer_gradient,
     random_case,
@@ -394,3 +396,47 @@ def test_bad_partitions_are_refused():
     case = random_case(SHAPE)
     with pytest.raises(ShapeError, match="2 counts with sum 48"):
         backward_reference(case, random_gradient(case), 2, tokens_per_rank=[40, 9])
+
+
+@pytest.mark.parametrize("limit", [None, 0.75])
+def test_finite_differences(limit):
+    """The FP64 gradients, along random directions of every input at once."""
+    case = random_case(
+        Shape(12, 64, 64, 3, 2, 1, 64), kind="dropped", swiglu_limit=limit, gated=True
+    )
+    dy = random_gradient(case).double()
+    rng = torch.Generator().manual_seed(5)
+
+    def direction(value):
+        return torch.randn(value.shape, generator=rng, dtype=torch.float64)
+
+    want = backward_loop(case, dy)
+    for _ in range(3):
+        d_x, d_w, d_s = (direction(t) for t in (case.x, case.router_weights, case.shared_scale))
+        d_routed = [direction(getattr(case.routed, n)) for n in ("gate", "up", "down")]
+        d_shared = [direction(getattr(case.shared, n)) for n in ("gate", "up", "down")]
+        slope = (want.x * d_x).sum() + (want.router_weights * d_w).sum()
+        slope += (want.shared_scale * d_s).sum()
+        for grads, moves in ((want.routed, d_routed), (want.shared, d_shared)):
+            for name, move in zip(("gate", "up", "down"), moves, strict=True):
+                slope += (getattr(grads, name).double() * move).sum()
+
+        def loss(step):
+            def moved(experts, moves):
+                parts = (experts.gate, experts.up, experts.down)
+                return Experts(*(p.double() + step * m for p, m in zip(parts, moves, strict=True)))
+
+            there = dataclasses.replace(
+                case,
+                x=case.x.double() + step * d_x,
+                router_weights=case.router_weights.double() + step * d_w,
+                shared_scale=case.shared_scale.double() + step * d_s,
+                routed=moved(case.routed, d_routed),
+                shared=moved(case.shared, d_shared),
+            )
+            return (forward_loop(there).double() * dy).sum()
+
+        step = 1e-6
+        numeric = (loss(step) - loss(-step)) / (2 * step)
+        # The clamp has corners; a direction crosses few of them within 2e-6.
+        assert abs(numeric - slope) < 1e-4 * abs(slope) + 1e-3

@@ -154,6 +154,18 @@ def test_put_get_signal_wait_on_streams(heap):
     assert heap.read(word, 3)[20:24] == b"\1\0\0\0"
 
 
+def test_a_wait_for_a_signal_that_never_comes_ends(heap):
+    word, after = heap.zeros(8, torch.int32), torch.zeros(1, device="cuda")
+    start = time.monotonic()
+    heap.wait(word, 1, index=2, rank=1, timeout_s=1.0)
+    after.add_(1)
+    assert time.monotonic() - start < 0.5  # only the stream waits
+    torch.cuda.synchronize()
+    assert 0.9 < time.monotonic() - start < 5.0 and int(after) == 1
+    with pytest.raises(MokTimeoutError, match="signal"):
+        heap.check()
+
+
 def test_growth_on_a_gpu(heap):
     first = heap.empty(10, torch.int32)
     first.peer(3).fill_(7)
@@ -193,6 +205,8 @@ def test_counters_are_readable_while_a_kernel_runs():
         torch.cuda._sleep(1_500_000_000)  # about a second
         start = time.perf_counter()
         assert workspace.counters()["ticket"] == [3]
+        assert workspace.ring.state() == []  # no minibatch has been touched
+        assert workspace.counters("backward") == {}
         assert time.perf_counter() - start < 0.2
         assert not torch.cuda.current_stream().query()  # still running
         torch.cuda.synchronize()

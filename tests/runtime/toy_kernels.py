@@ -117,3 +117,22 @@ class NoteAndTrap:
             cute.arch.store(words + i, cutlass.Int32(values[i]))
         cute.arch.fence_acq_rel_sys()
         cute.arch.inline_ptx("trap;")
+
+
+class Hold:
+    """Keep SMs for a time: each block takes so much shared memory that nothing else of size fits beside it."""
+
+    @cute.jit
+    def __call__(self, blocks: cutlass.Int32, ns: cutlass.Int64, stream: cuda.CUstream):
+        self.kernel(ns).launch(grid=(blocks, 1, 1), block=(128, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, ns: cutlass.Int64):
+        thread, _, _ = cute.arch.thread_idx()
+        smem = cutlass.memory.SmemAllocator().allocate_tensor(
+            cutlass.Float32, cute.make_layout(50000), 128
+        )
+        smem[thread] = cutlass.Float32(0.0)
+        start = cute.arch.globaltimer()
+        while cute.arch.globaltimer() - start < ns:
+            smem[thread] = smem[thread] + 1.0

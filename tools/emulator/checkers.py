@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mok.tools.emulator.machine import Cta, Machine, Warp
 
 SLOTS_PER_CTA = 64
+TMEM_BASE = -(1 << 40)  # reports name TMEM columns by addresses from here on, four bytes each
 MAX_GLOBAL_SHADOW = 128 << 20  # bytes of global memory tracked at most
 
 
@@ -203,7 +204,7 @@ class Checker:
             np.int64(self.shadow[cta.index].ctypes.data),
             flat.ctypes.data,
             np.int64(flat.size),
-            np.int64(race.ASYNC),
+            np.int64(race.ASYNC | race.MMA),
             a.tag,
             a.clock.ctypes.data,
             a.proxy.ctypes.data,
@@ -229,7 +230,9 @@ class Checker:
     def tmem(self, sm: int, lanes: np.ndarray, first: int, count: int, write: bool) -> None:
         """TMEM that the running operation touches, in units of 16 lanes and one column."""
         for g in np.unique(lanes // 16):
-            self._check(self._tmem_base(sm, int(g), first), count, int(write), -1 - first, False)
+            self._check(
+                self._tmem_base(sm, int(g), first), count, int(write), TMEM_BASE + 4 * first, False
+            )
 
     def smem_by_warp(self, w: "Warp", cta: "Cta", offset: int, size: int, write: bool) -> None:
         """A generic access that a warp makes through a Python handler."""
@@ -257,7 +260,9 @@ class Checker:
         self, w: "Warp", sm: int, lanes: np.ndarray, first: int, count: int, write: bool
     ) -> None:
         for g in np.unique(lanes // 16):
-            self._by_warp(w, self._tmem_base(sm, int(g), first), count, write, -1 - first)
+            self._by_warp(
+                w, self._tmem_base(sm, int(g), first), count, write, TMEM_BASE + 4 * first
+            )
 
     def _tmem_base(self, sm: int, group: int, first: int) -> int:
         array = self.tmem_shadow.setdefault(sm, np.zeros((8, 512, 8), dtype=np.int64))
@@ -277,8 +282,13 @@ class Checker:
         for i in range(int(self.machine.x[L.X_NREPORTS])):
             kind, agent, pc, lane, address, other, other_pc, _ = (int(v) for v in self.reports[i])
             second = "" if kind == L.F_UNINIT else self._who(other, other_pc)
-            place = f"TMEM column {-1 - address}" if address < 0 else locate(self.machine, address)
-            out.append(Finding(L.FAULT_TEXT[kind], self._who(agent, pc), second, place, lane))
+            rule, place = L.FAULT_TEXT[kind], ""
+            if address < 0:
+                place = f"TMEM column {(address - TMEM_BASE) // 4}"
+                rule = rule.replace("shared memory", "tensor memory")
+            else:
+                place = locate(self.machine, address)
+            out.append(Finding(rule, self._who(agent, pc), second, place, lane))
         return out
 
     def _who(self, agent: int, pc: int) -> str:

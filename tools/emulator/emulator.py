@@ -29,6 +29,7 @@ from mok.tools.emulator.asyncops import TimelineEvent
 from mok.tools.emulator.checkers import Finding
 from mok.tools.emulator.encode import Encoder, Program
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
+from mok.tools.emulator.gpus import run_together
 from mok.tools.emulator.intercept import Interceptor, LaunchRequest
 from mok.tools.emulator.machine import LIMITS, Machine
 from mok.tools.emulator.ptx_parser import Module, parse
@@ -137,7 +138,9 @@ class Report:
 class Emulator:
     """Runs functions from ``cute.compile`` on CPU memory while the context is active.
 
-    ``arch``: "sm_90a", "sm_100a" or "sm_103a".  ``num_sms``: SMs of the emulated device.
+    ``arch``: "sm_90a", "sm_100a" or "sm_103a".  ``num_sms``: SMs of each emulated device.
+    ``num_gpus``: devices; ``device(r)`` chooses the one that launches run on, ``register`` says whose
+    a tensor is, and an ordered access to another's memory then needs scope sys.
     ``seed``: None for a plain, fast machine; an int for the adversarial one, whose interleaving
     and asynchronous completions the seed decides.  ``check``: look for data races and reads of
     memory that nothing has written (by default with a seed only: it costs time).  ``max_steps``:
@@ -173,22 +176,37 @@ class Emulator:
         self.progress = progress
         self.preempt = preempt
         self.report = Report(arch, seed)
-        self._ranges: dict[int, int] = {}
+        self.gpu = 0
+        self._queues: dict[int, list[Machine]] | None = None
+        self._ranges: dict[int, tuple[int, int]] = {}  # start: end, GPU
         self._keep: list[Any] = []
         self._stack: contextlib.ExitStack | None = None
         self._globals: dict[tuple[int, str], np.ndarray] = {}
 
-    def register(self, *tensors: Any) -> None:
-        """Declares tensors (torch or numpy, on the CPU) as memory that kernels may access."""
+    @contextlib.contextmanager
+    def device(self, gpu: int) -> Iterator[None]:
+        """Launches inside run on this GPU; what other GPUs' memory needs is checked against it."""
+        if not 0 <= gpu < self.num_gpus:
+            raise EmulatorError(f"the emulator has {self.num_gpus} GPUs, counted from 0", gpu)
+        before, self.gpu = self.gpu, gpu
+        try:
+            yield
+        finally:
+            self.gpu = before
+
+    def register(self, *tensors: Any, gpu: int = 0) -> None:
+        """Declares tensors (torch or numpy, on the CPU) as memory of ``gpu`` that kernels may access."""
+        if not 0 <= gpu < self.num_gpus:
+            raise EmulatorError(f"the emulator has {self.num_gpus} GPUs, counted from 0", gpu)
         for t in tensors:
             if hasattr(t, "untyped_storage"):
                 if t.device.type != "cpu":
                     raise LaunchError("emulated kernels need CPU tensors", t.device)
                 storage = t.untyped_storage()
-                self._ranges[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
+                start, size = storage.data_ptr(), storage.nbytes()
             else:
-                start = t.__array_interface__["data"][0]
-                self._ranges[start] = start + t.nbytes
+                start, size = t.__array_interface__["data"][0], t.nbytes
+            self._ranges[start] = start + size, gpu
             self._keep.append(t)
 
     def register_live(self) -> None:
@@ -227,45 +245,82 @@ class Emulator:
         compiled(*args)
 
     def run_ptx(self, ptx: str, request: LaunchRequest) -> None:
-        """Runs one kernel of a PTX module."""
+        """Runs one kernel of a PTX module, or puts it into its GPU's queue inside ``concurrent``."""
         program = translate(ptx, request.kernel)
         prepare(program)
         start, cpu = time.perf_counter(), time.process_time()
         symbols = {name: self._global(program.module, name) for name in program.module.globals}
+        ranges = self._merged_ranges(symbols, program)
         machine = Machine(
             program,
             request,
             LIMITS[self.arch],
             self.num_sms,
             dict(handlers()),
-            self._merged_ranges(symbols, program),
+            [(start, end) for start, end, _ in ranges],
             self.seed,
             symbols,
             self.check,
             self.max_steps,
             self.preempt,
+            self.gpu,
+            [gpu for _, _, gpu in ranges],
         )
         machine.progress = self.progress
         if machine.preemption is not None:
             self.report.preemptions.append(machine.preemption)
         machine.engine.timeline = self.report.events if self.timeline else None
+        if self._queues is not None:
+            self._queues.setdefault(self.gpu, []).append(machine)
+            return
         try:
             machine.run()
         except KernelFault as exc:
+            raise self._failed(exc, [machine]) from None
+        self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
+
+    @contextlib.contextmanager
+    def concurrent(self) -> Iterator[None]:
+        """Launches inside run at the end, those of different GPUs at the same time.
+
+        Races between GPUs are not looked for, but with a seed their effects are: stores to another
+        GPU's memory that no release or fence of scope sys has ordered arrive late, in any order.
+        """
+        self._queues = {}
+        try:
+            yield
+            queues, start = list(self._queues.values()), time.perf_counter()
+        finally:
+            self._queues = None
+        machines = [m for queue in queues for m in queue]
+        cpu = time.process_time()
+        try:
+            run_together(queues, self.seed)
+        except KernelFault as exc:
+            raise self._failed(exc, machines) from None
+        for machine in machines:  # the time of all of them
+            self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
+
+    def _failed(self, fault: KernelFault, machines: list[Machine]) -> KernelFault:
+        """Adds what the machines have found to the report, and the report to the fault."""
+        for machine in machines:
             self.report.findings.extend(machine.findings())
-            self.report.faults.append(str(exc))
-            exc.report = self.report
-            raise
+        self.report.faults.append(str(fault))
+        fault.report = self.report
+        return fault
+
+    def _finished(self, machine: Machine, seconds: float, cpu_seconds: float) -> None:
+        """Records a launch.  Raises KernelFault when the checkers found something in it."""
         self.report.lines |= machine.lines()
         self.report.warnings += [t for t in machine.warnings if t not in self.report.warnings]
         found = machine.findings()
         self.report.findings.extend(found)
         self.report.launches.append(
             LaunchRecord(
-                request.kernel,
-                request.grid,
-                time.perf_counter() - start,
-                time.process_time() - cpu,
+                machine.request.kernel,
+                machine.request.grid,
+                seconds,
+                cpu_seconds,
                 int(machine.x[L.X_STEPS]),
                 machine.python_calls,
             )
@@ -278,11 +333,15 @@ class Emulator:
                 self.report,
             )
 
-    def _merged_ranges(self, symbols: dict[str, int], program: Program) -> list[tuple[int, int]]:
+    def _merged_ranges(
+        self, symbols: dict[str, int], program: Program
+    ) -> list[tuple[int, int, int]]:
+        """Start, end and GPU of everything registered and of the module's variables."""
         if not self._ranges:
             return []
-        extra = [(a, a + program.module.globals[n].size) for n, a in symbols.items()]
-        return sorted([*self._ranges.items(), *extra])
+        sizes = program.module.globals
+        extra = [(a, a + sizes[name].size, self.gpu) for name, a in symbols.items()]
+        return sorted([(a, *rest) for a, rest in self._ranges.items()] + extra)
 
     def _global(self, module: Module, name: str) -> int:
         key = (id(module), name)

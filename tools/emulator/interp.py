@@ -111,7 +111,7 @@ from mok.tools.emulator.layout import (
     X_WARPS,
 )
 from mok.tools.emulator.memops import memory_event, op_atomic, op_cp_async, op_load, op_store
-from mok.tools.emulator.memory import fault, load
+from mok.tools.emulator.memory import fault, flush_late, load
 from mok.tools.emulator.race import cpa_group, fence
 from mok.tools.emulator.syncops import (
     FULL,
@@ -400,6 +400,8 @@ def run_warp(X, W, quantum):
                 pc += 1
             elif op == OP_FENCE:
                 kind = ld32(c + 4 * I_X)
+                if kind == 0 and ld32(c + 4 * I_Y) >= 3:
+                    flush_late(X)
                 if kind < 2:
                     fence(X, W, kind, ld32(c + 4 * I_Y))
                 pc += 1

@@ -172,8 +172,14 @@ CLUSTER_WORDS: Final = 64
     X_STEP_MEMORY,
     X_STEP_SYNC,
     X_OWNERS,
-) = range(33)
+    X_GPU,
+    X_RANGE_GPUS,
+    X_LATE,
+) = range(36)
 MACHINE_WORDS: Final = 64
+
+# Stores to another GPU's memory that it does not see yet: their count, then address, bytes and value.
+LATE_STORES: Final = 256
 
 # Address windows.  Host addresses stay below 2**56, so these never collide.
 SHARED_BASE: Final = 1 << 56
@@ -198,6 +204,7 @@ F_UNINIT: Final = 12
 F_RACE: Final = 13
 F_PROXY: Final = 14
 F_EXITED: Final = 15
+F_SCOPE: Final = 16
 
 FAULT_TEXT: Final = {
     F_OOB_SHARED: "shared memory access out of bounds",
@@ -214,6 +221,7 @@ FAULT_TEXT: Final = {
     F_UNINIT: "read of shared memory that nothing has written",
     F_RACE: "data race",
     F_EXITED: "access to the shared memory of a CTA that has exited",
+    F_SCOPE: "an ordered access to another GPU's memory needs scope sys",
     F_PROXY: "asynchronous read of generic writes without fence.proxy.async between",
 }
 

@@ -1,6 +1,7 @@
 """One launch on the emulated device: state arrays, CTA residency and the Python side of a run."""
 
 import ctypes
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from mok.tools.emulator.asyncops import AsyncEngine, BulkOps
 from mok.tools.emulator.checkers import Checker, Finding
 from mok.tools.emulator.encode import Program, PyOp
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
+from mok.tools.emulator.gpus import LateStores
 from mok.tools.emulator.intercept import LaunchRequest
 from mok.tools.emulator.registers import check_exit, check_registers
 from mok.tools.emulator.residency import Competitor, Residency
@@ -128,7 +130,12 @@ class Machine(Residency, BulkOps):
         check: bool = False,
         max_steps: int | None = None,
         competitor: Competitor | None = None,
+        gpu: int = 0,
+        range_gpus: list[int] | None = None,
     ) -> None:
+        self.check = check
+        self.late = LateStores(self)
+        self.gpu, self.range_gpus = gpu, np.array(range_gpus or [0], dtype=np.int64)
         self.max_steps = max_steps
         self.progress: Callable[[int], None] | None = None
         self.competitor = competitor
@@ -145,6 +152,7 @@ class Machine(Residency, BulkOps):
         self.checker: Checker | None = Checker(self) if check else None
         self.reset_residency(competitor)
         self.idle_rounds = 0
+        self.finished = False
         self.python_calls = 0
         self.warnings: list[str] = []
 
@@ -226,6 +234,7 @@ class Machine(Residency, BulkOps):
         num_warps = num_ctas * warps_per_cta
         self.warps_per_cta = warps_per_cta
         rows = self.program.num_rows
+        self._check_memory(num_ctas, num_warps)
         self.template = np.zeros((rows, 32), dtype=np.int64)
         for row, value in self.program.constants:
             self.template[row] = value - (1 << 64) if value >> 63 else value
@@ -244,6 +253,11 @@ class Machine(Residency, BulkOps):
         x[L.X_CODE] = self.program.code.ctypes.data
         x[L.X_EXT] = self.program.ext.ctypes.data
         x[L.X_RANGES], x[L.X_NRANGES] = self.ranges.ctypes.data, len(ranges)
+        x[L.X_GPU] = self.gpu
+        if (self.range_gpus != self.gpu).any():
+            x[L.X_RANGE_GPUS] = self.range_gpus.ctypes.data
+            if self.seed is not None:
+                x[L.X_LATE] = self.late.words.ctypes.data
         x[L.X_QUANTUM] = 64 if self.seed is not None else 4096
         x[L.X_ADVERSARIAL] = int(self.seed is not None)
         x[L.X_RNG] = ((self.seed or 0) * 0x9E3779B97F4A7C15 + 0x1234567) & (1 << 62) - 1 | 1
@@ -279,6 +293,19 @@ class Machine(Residency, BulkOps):
             )
             for s in range(slots)
         ]
+
+    def _check_memory(self, num_ctas: int, num_warps: int) -> None:
+        """Raises LaunchError when this machine cannot hold the resident CTAs."""
+        shared = SMEM_RESERVED + self.smem_bytes
+        shadow = 16 * shared if self.check else 0
+        need = num_ctas * (shared + shadow) + num_warps * 256 * self.program.num_rows
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if need > 0.8 * have:
+            raise LaunchError(
+                "the resident CTAs must fit this machine's memory",
+                f"{num_ctas} CTAs need {need >> 20} MiB of {have >> 20} MiB",
+                "give the emulator fewer SMs, or the kernel a smaller grid",
+            )
 
     # -- CTA life ---------------------------------------------------------------------
 
@@ -390,30 +417,39 @@ class Machine(Residency, BulkOps):
 
     def run(self) -> None:
         """Executes the launch.  Raises KernelFault when a checker stops it."""
+        self.begin()
+        while not self.finished:
+            if not self.turn():
+                self.idle()
+
+    def begin(self) -> None:
+        """Starts the first clusters."""
         self.place_clusters()
-        address = self.x.ctypes.data
-        turn = 256 if self.seed is not None or self.rival is not None else 1 << 18
         self.started = time.perf_counter()
-        while True:
-            if self.rival is not None:
-                self.place_clusters()
-            result = interp.run_grid(address, turn)
-            if self.progress is not None:
-                self.progress(int(self.x[L.X_STEPS]))
-            if result == L.R_PY:
-                if self._python(self.warps[int(self.x[L.X_CURRENT])]):
-                    self.idle_rounds = 0
-            elif result == L.R_CTA_DONE:
-                self._cta_done(self.warps[int(self.x[L.X_CURRENT])].cta)
-            elif result == L.R_FAULT:
-                self._fault(self.warps[int(self.x[L.X_CURRENT])])
-            elif result == L.R_PAUSE:
-                self.pause()
-            elif not self.waiting_clusters and not any(c.live for c in self.clusters):
+
+    def turn(self) -> bool:
+        """Lets the warps run until Python is needed.  False when nothing could go on."""
+        if self.rival is not None:
+            self.place_clusters()
+        short = self.seed is not None or self.rival is not None
+        result = interp.run_grid(self.x.ctypes.data, 256 if short else 1 << 18)
+        if self.progress is not None:
+            self.progress(int(self.x[L.X_STEPS]))
+        if result == L.R_PY:
+            if self._python(self.warps[int(self.x[L.X_CURRENT])]):
+                self.idle_rounds = 0
+        elif result == L.R_CTA_DONE:
+            self._cta_done(self.warps[int(self.x[L.X_CURRENT])].cta)
+        elif result == L.R_FAULT:
+            self._fault(self.warps[int(self.x[L.X_CURRENT])])
+        elif result == L.R_PAUSE:
+            self.pause()
+        elif not self.waiting_clusters and not any(c.live for c in self.clusters):
+            if not self.late.deliver():  # one by one: other GPUs see them in between
                 self.finish()
-                return
-            elif not self.complete_some() and not self.time_passes():
-                self._idle()
+        else:
+            return self.complete_some() or self.time_passes()
+        return True
 
     def pause(self) -> None:
         """Called after many steps without need of Python."""
@@ -425,16 +461,19 @@ class Machine(Residency, BulkOps):
             )
         for _ in range(self.engine.random.randrange(4)):
             self.engine.advance()
+        if self.engine.random.random() < 0.25:
+            self.late.deliver()
 
     def finish(self) -> None:
         """Called when every CTA has exited."""
         self.engine.drain()
+        self.finished = True
 
     def complete_some(self) -> bool:
         """Completes a pending asynchronous operation; False when there is none."""
-        return self.engine.advance()
+        return self.engine.advance() or self.late.deliver()
 
-    def _idle(self) -> None:
+    def idle(self) -> None:
         events = int(self.x[L.X_EV_SYNC] + self.x[L.X_EV_MEM])
         if events != getattr(self, "_last_events", -1):
             self._last_events, self.idle_rounds = events, 0
@@ -485,10 +524,7 @@ class Machine(Residency, BulkOps):
     def cluster_done(self, cluster: Cluster) -> None:
         """Called when the last CTA of a cluster has exited."""
         for cta in cluster.ctas:
-            try:
-                check_exit(cta)
-            except EmulatorError as exc:
-                raise KernelFault(exc.rule, exc.value, exc.remedy) from exc
+            check_exit(self, cta)
             if cta.extra.get("tmem"):
                 raise KernelFault(
                     "a CTA must free its TMEM before it exits",

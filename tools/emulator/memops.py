@@ -42,8 +42,17 @@ from mok.tools.emulator.layout import (
     X_CHECK,
     X_EV_MEM,
     X_EXT,
+    X_LATE,
 )
-from mok.tools.emulator.memory import load, resolve, store
+from mok.tools.emulator.memory import (
+    flush_late,
+    is_peers,
+    load,
+    reaches,
+    resolve,
+    store,
+    store_late,
+)
 from mok.tools.emulator.numerics import max_f32, min_f32, pair_op
 from mok.tools.emulator.race import COPY, check_access, ordered
 from mok.tools.emulator.syncops import sleep_on
@@ -86,7 +95,9 @@ def op_load(X, W, c, R, m, pc):
         if not (m >> l) & 1:
             continue
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
-        if host == 0:
+        if ld64(X + 8 * X_LATE) != 0 and host != 0 and is_peers(X, host):
+            flush_late(X)  # a GPU sees its own stores
+        if host == 0 or (poll and not reaches(X, W, host, x >> 20, l)):
             return 2
         if check:
             check_access(X, W, space, ld64(a + 8 * l) + offset, host, size * n, 2 * poll, pc, l)
@@ -139,15 +150,23 @@ def op_store(X, W, c, R, m, pc):
         if not (m >> l) & 1:
             continue
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
-        if host == 0:
+        if host == 0 or (strong and not reaches(X, W, host, x >> 20, l)):
             return 2
         if check:
             addr = ld64(a + 8 * l) + offset
             check_access(X, W, space, addr, host, size * n, 1 | 2 * strong, pc, l)
             if strong:
                 ordered(X, W, host, False, True, 0, (x >> 17) & 1, x >> 20)
+        late = ld64(X + 8 * X_LATE) != 0
+        if late and strong and (x >> 17) & 1 and x >> 20 >= 3:
+            flush_late(X)
+        late = late and is_peers(X, host)
         for i in range(n):
-            store(host + size * i, size, ld64(R + ld32(ext + 4 * i) + 8 * l))
+            value = ld64(R + ld32(ext + 4 * i) + 8 * l)
+            if late:
+                store_late(X, host + size * i, size, value)
+            else:
+                store(host + size * i, size, value)
     if space != SP_LOCAL and m != 0:
         memory_event(X, W)
     return 0
@@ -219,12 +238,14 @@ def op_atomic(X, W, c, R, m, pc):
         if not (m >> l) & 1:
             continue
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
-        if host == 0:
+        if host == 0 or not reaches(X, W, host, x >> 20, l):
             return 2
         if check:
             addr = ld64(a + 8 * l) + offset
             check_access(X, W, space, addr, host, size * n, 3, pc, l)
             ordered(X, W, host, True, True, (x >> 17) & 1, (x >> 18) & 1, x >> 20)
+        if ld64(X + 8 * X_LATE) != 0 and ((x >> 18) & 1 or is_peers(X, host)):
+            flush_late(X)
         for i in range(n):
             old = load(host + size * i, size)
             value = ld64(R + ld32(ext + 4 * i) + 8 * l)

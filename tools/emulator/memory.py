@@ -15,9 +15,11 @@ from mok.tools.emulator.layout import (
     F_OOB_GLOBAL,
     F_OOB_LOCAL,
     F_OOB_SHARED,
+    F_SCOPE,
     L_CTA,
     L_SIZE,
     L_SMEM,
+    LATE_STORES,
     LOCAL_BASE,
     RANK_SHIFT,
     SHARED_BASE,
@@ -33,8 +35,11 @@ from mok.tools.emulator.layout import (
     W_FAULT_LANE,
     W_LOCAL,
     W_LOCAL_BYTES,
+    X_GPU,
     X_LAST_RANGE,
+    X_LATE,
     X_NRANGES,
+    X_RANGE_GPUS,
     X_RANGES,
 )
 
@@ -141,6 +146,54 @@ def store(host, size, value):
         st16(host, value)
     else:
         st8(host, value)
+
+
+@njit
+def is_peers(X, host):
+    """Whether an address that was just resolved lies in another GPU's memory."""
+    gpus = ld64(X + 8 * X_RANGE_GPUS)
+    if gpus == 0:
+        return False
+    last = ld64(X + 8 * X_LAST_RANGE)
+    table = ld64(X + 8 * X_RANGES)
+    if host < ld64(table + 16 * last) or host >= ld64(table + 16 * last + 8):
+        return False  # not global memory
+    return ld64(gpus + 8 * last) != ld64(X + 8 * X_GPU)
+
+
+@njit
+def reaches(X, W, host, scope, lane):
+    """Whether an ordered access's scope reaches the memory it touches; False records a fault."""
+    if scope >= 3 or not is_peers(X, host):
+        return True
+    fault(W, F_SCOPE, host, lane, scope)
+    return False
+
+
+@njit
+def flush_late(X):
+    """Other GPUs now see every store that was kept back, in their order."""
+    late = ld64(X + 8 * X_LATE)
+    if late == 0:
+        return
+    for i in range(ld64(late)):
+        entry = late + 8 * (1 + 3 * i)
+        store(ld64(entry), ld64(entry + 8), ld64(entry + 16))
+    st64(late, _I(0))
+
+
+@njit
+def store_late(X, host, size, value):
+    """Keeps a store to another GPU's memory back."""
+    late = ld64(X + 8 * X_LATE)
+    if ld64(late) >= LATE_STORES:
+        flush_late(X)
+    n = ld64(late)
+    entry = late + 8 * (1 + 3 * n)
+    st64(entry, host)
+    st64(entry + 8, size)
+    st64(entry + 16, value)
+    st64(late, n + 1)
 
 
 assert LOCAL_BASE >> 56 == 2

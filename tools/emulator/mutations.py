@@ -44,38 +44,53 @@ INVISIBLE = {
     "delete fence.mbarrier_init": "initialisation is visible at once here",
     "delete tcgen05.fence": "accepted: commit and mbarrier order TMEM",
     "delete tcgen05.wait": "accepted: a load's result is ready at first use",
-    "weaken scope": "scopes are not distinguished",
     "delete griddepcontrol": "launches do not overlap here",
-    "delete cluster arrive": "counted with its wait",
 }
 
+_GUARD = r"\s*(?:@!?%?\w+ )?"
 _TRY_WAIT = re.compile(
     r"(\s*)mbarrier\.(?:try|test)_wait\S*\s+(%?\w+),\s*(\[[^\]]*\]),\s*(\S+?)([,;].*)"
 )
-_DELETE = (
-    ("delete arrive", re.compile(r"\s*(?:@!?%p\d+ )?mbarrier\.arrive\.(?!expect_tx)")),
-    ("delete copy arrive", re.compile(r"\s*cp\.async\.mbarrier\.arrive")),
-    ("delete fence.proxy", re.compile(r"\s*fence\.proxy\.async")),
-    ("delete memory fence", re.compile(r"\s*(?:fence\.(?:acq_rel|sc)|membar)")),
-    ("delete bulk commit", re.compile(r"\s*cp\.async\.bulk\.commit_group")),
-    ("delete bulk wait", re.compile(r"\s*cp\.async\.bulk\.wait_group")),
-    ("delete copy wait", re.compile(r"\s*cp\.async\.wait")),
-    ("delete wgmma commit", re.compile(r"\s*wgmma\.commit_group")),
-    ("delete wgmma wait", re.compile(r"\s*wgmma\.wait_group")),
-    ("delete wgmma.fence", re.compile(r"\s*wgmma\.fence")),
-    ("delete barrier", re.compile(r"\s*(?:bar\.sync|barrier\.sync|bar\.arrive)")),
-    ("delete tcgen05 commit", re.compile(r"\s*(?:@%?\w+ )?tcgen05\.commit")),
-    ("delete fence.mbarrier_init", re.compile(r"\s*fence\.mbarrier_init")),
-    ("delete release", re.compile(r"\s*(?:red|st)\.release")),
+_DELETE = tuple(
+    (kind, re.compile(_GUARD + pattern))
+    for kind, pattern in (
+        ("delete arrive", r"mbarrier\.arrive\.(?!expect_tx)"),
+        ("delete copy arrive", r"cp\.async\.mbarrier\.arrive"),
+        ("delete fence.proxy", r"fence\.proxy\.async"),
+        ("delete memory fence", r"(?:fence\.(?:acq_rel|sc)|membar)"),
+        ("delete bulk commit", r"cp\.async\.bulk\.commit_group"),
+        ("delete bulk wait", r"cp\.async\.bulk\.wait_group"),
+        ("delete copy wait", r"cp\.async\.wait"),
+        ("delete wgmma commit", r"wgmma\.commit_group"),
+        ("delete wgmma wait", r"wgmma\.wait_group"),
+        ("delete wgmma.fence", r"wgmma\.fence"),
+        ("delete barrier", r"(?:bar\.sync|barrier\.sync|bar\.arrive)"),
+        ("delete cluster arrive", r"barrier\.cluster\.arrive"),
+        ("delete cluster wait", r"barrier\.cluster\.wait"),
+        ("delete tcgen05 commit", r"tcgen05\.commit"),
+        ("delete tcgen05.fence", r"tcgen05\.fence"),
+        ("delete tcgen05.wait", r"tcgen05\.wait"),
+        ("delete fence.mbarrier_init", r"fence\.mbarrier_init"),
+        ("delete release", r"(?:red|st)\.release"),
+    )
 )
 _WEAKEN = (
     ("relax acquire", re.compile(r"ld\.acquire"), "ld.relaxed"),
     ("relax release", re.compile(r"red\.release"), "red.relaxed"),
     ("relax release", re.compile(r"st\.release"), "st.relaxed"),
     ("relax atomic", re.compile(r"atom\.acq_rel"), "atom.relaxed"),
+    (
+        "weaken scope",
+        re.compile(
+            r"(?<=\b)((?:ld|st|red|atom|fence|mbarrier\.arrive)"
+            r"\.(?:acquire|release|acq_rel|relaxed|sc)\.)(?:cluster|gpu|sys)(?=[.;])"
+        ),
+        r"\1cta",
+    ),
 )
 _WAIT_COUNT = re.compile(r"(\s*(?:cp\.async\.bulk|wgmma|cp\.async)\.wait_group\S*\s+)(\d+)(;.*)")
-_EXPECT = re.compile(r"(\s*(?:@!?%p\d+ )?mbarrier\.arrive)\.expect_tx(\S*\s+[^;]*),\s*(%?\w+);(.*)")
+_EXPECT = re.compile(r"(\s*(?:@!?%?\w+ )?mbarrier\.arrive)\.expect_tx(\S*\s+[^;]*),\s*(%?\w+);(.*)")
+_INIT = re.compile(r"(\s*(?:@!?%?\w+ )?mbarrier\.init\S*\s+\[[^\]]*\],\s*)(\d+)(;.*)")
 
 
 def mutations(ptx: str) -> Iterator[Mutation]:
@@ -105,6 +120,13 @@ def mutations(ptx: str) -> Iterator[Mutation]:
         if m:
             weaker = f"{m.group(1)}{int(m.group(2)) + 1}{m.group(3)}"
             yield Mutation("weaken wait count", number, line, weaker)
+        m = _INIT.match(line)
+        if m:
+            more = f"{m.group(1)}{int(m.group(2)) + 1}{m.group(3)}"
+            yield Mutation("expect one arrival more", number, line, more)
+            if int(m.group(2)) > 1:
+                fewer = f"{m.group(1)}{int(m.group(2)) // 2}{m.group(3)}"
+                yield Mutation("expect half the arrivals", number, line, fewer)
         m = _EXPECT.match(line)
         if m:
             head, middle, _count, tail = m.groups()
@@ -141,3 +163,32 @@ def run(
         progress(outcome)
         out.append(outcome)
     return out
+
+
+def summary(name: str, outcomes: list[Outcome], explained: dict[str, str]) -> list[str]:
+    """Markdown lines: how many mutations of a kernel were noticed, and every survivor with its reason.
+
+    ``explained``: reasons by "kind: stripped line", beside ``INVISIBLE``.
+    """
+
+    def reason(o: Outcome) -> str:
+        key = f"{o.mutation.kind}: {o.mutation.old.strip()}"
+        return INVISIBLE.get(o.mutation.kind) or explained.get(key, "**not explained**")
+
+    count = {r: sum(o.result == r for o in outcomes) for r in ("reported", "wrong", "survived")}
+    lines = [
+        f"### {name}",
+        "",
+        f"{len(outcomes)} mutations: {count['reported']} reported by a checker, {count['wrong']} "
+        f"seen by a wrong result, {count['survived']} survived.",
+        "",
+    ]
+    survivors = [o for o in outcomes if o.result == "survived"]
+    if survivors:
+        lines += ["| survivor | line | why |", "| --- | --- | --- |"]
+        lines += [
+            f"| {o.mutation.kind} | `{o.mutation.old.strip()[:90]}` | {reason(o)} |"
+            for o in survivors
+        ]
+        lines.append("")
+    return lines

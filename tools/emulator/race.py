@@ -63,6 +63,7 @@ READ, WRITE = 0, 1
 STRONG = 2  # ordered, volatile or atomic: does not race with another strong access
 ASYNC = 4  # through the asynchronous proxy
 COPY = 8  # by cp.async
+MMA = 16  # an operand of a matrix operation
 
 
 @njit
@@ -386,6 +387,7 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
             kind & ASYNC
             and not kind & WRITE
             and not winfo >> 8 & ASYNC
+            and not (kind & MMA and winfo >> 8 & COPY)  # accepted: see the idioms in the docs
             and not covered(proxy, written)
         ):
             report(X, F_PROXY, agent, pc, lane, addr, written >> 32, winfo >> 16)

@@ -111,17 +111,17 @@ def op_setmaxnreg(machine: "Machine", w: "Warp", op: Any) -> Any:
     return None
 
 
-def check_exit(cta: "Cta") -> None:
-    """Every warp of a warpgroup must have executed the same setmaxnreg instructions."""
+def check_exit(machine: "Machine", cta: "Cta") -> None:
+    """PTX wants every warp of a warpgroup to execute the same setmaxnreg; working kernels do not."""
     pool: RegisterPool | None = cta.extra.get("registers")
     if pool is None:
         return
     for first in range(0, len(pool.held), GROUP):
         group = pool.history[first : first + GROUP]
         if any(h != group[0] for h in group):
-            raise EmulatorError(
-                "all warps of a warpgroup must execute the same setmaxnreg",
-                f"CTA {cta.coords}, warps {first} to {first + len(group) - 1}: {group}",
+            machine.warn(
+                "all warps of a warpgroup should execute the same setmaxnreg: "
+                f"warps {first} to {first + len(group) - 1} execute {group}"
             )
 
 

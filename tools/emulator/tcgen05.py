@@ -85,6 +85,8 @@ def op_alloc(machine: Machine, w: Warp, op: Any) -> Any:
         raise EmulatorError("no allocation may follow relinquish_alloc_permit", w.cta.coords)
     start = tmem_of(machine, w.cta).allocate(w.cta, columns)
     if start is None:
+        taken = sum(o is not None for o in tmem_of(machine, w.cta).owner)
+        w.wait = f"{columns} columns of tensor memory: {taken} of {COLUMNS} columns are taken"
         return WAIT
     if machine.checker is not None:
         machine.checker.tmem_clear(sm_of(machine, w.cta), start, columns)
@@ -246,6 +248,8 @@ class MmaShape:
         self.n = (idesc >> 17 & 63) << 3
         self.m = (idesc >> 27 & 3) << 7 if scaled else (idesc >> 24 & 31) << 4
         self.half = not scaled and idesc >> 4 & 3 == 0
+        if scaled and not idesc >> 23 & 1:
+            raise EmulatorError("MMA scales are E8M0 here", hex(idesc))
         if not scaled and idesc >> 4 & 3 > 1:
             raise EmulatorError("an MMA accumulates in f32 or f16 here", hex(idesc))
         self.k = 32 // BYTES[self.a]
@@ -262,9 +266,23 @@ def accumulator_place(m: int, n: int, group: int) -> tuple[np.ndarray, np.ndarra
     return np.broadcast_to(r % 16 + 32 * (r // 16), (64, n)), np.broadcast_to(c, (64, n))
 
 
-def _scales(tm: TensorMemory, address: int, rows: int, byte: int) -> np.ndarray:
-    """Scale of each operand row: lane row % 32, column row / 32, one byte of the word."""
+def _scales(machine: Machine, cta: Cta, address: int, rows: int, byte: int) -> np.ndarray:
+    """Scale of each operand row: lane row % 32, column row / 32, one byte of the word.
+
+    Each quarter of the lanes reads its own copy, so all four must hold the same.
+    """
     _, col = split(address)
+    tm, count = tmem_of(machine, cta), -(-rows // 32)
+    tm.check(cta, col, count)
+    if machine.checker is not None:
+        machine.checker.tmem(sm_of(machine, cta), np.arange(LANES), col, count, False)
+    quarters = tm.words[:, col : col + count].reshape(4, 32, count)
+    if (quarters != quarters[0]).any():
+        raise EmulatorError(
+            "an MMA's scales must be the same in all four quarters of the TMEM lanes",
+            f"columns {col} to {col + count - 1}",
+            "copy them with tcgen05.cp 32x128b.warpx4",
+        )
     r = np.arange(rows)
     word = tm.words[r % 32, col + r // 32]
     code = word >> (8 * byte) & 255
@@ -351,6 +369,9 @@ def _mma(
             if rows != 128:
                 raise EmulatorError("A in TMEM needs 128 rows per CTA", rows)
             tm.check(cta, col, bytes_k // 4)
+            if machine.checker is not None:
+                span = lane + np.arange(rows)
+                machine.checker.tmem(sm_of(machine, cta), span, col, bytes_k // 4, False)
             words = np.ascontiguousarray(tm.words[lane : lane + rows, col : col + bytes_k // 4])
             raw = words.view(np.uint8)
         else:
@@ -359,8 +380,8 @@ def _mma(
         a = to_float(raw, s.a)
         right = b
         if scales:
-            a = a * _scales(tm, scales[0], rows, s.sfa)[:, None]
-            right = b * _scales(tm, scales[1], s.n, s.sfb)[:, None]
+            a = a * _scales(machine, cta, scales[0], rows, s.sfa)[:, None]
+            right = b * _scales(machine, cta, scales[1], s.n, s.sfb)[:, None]
         product = (a @ right.T).astype(np.float32)
         if s.negate:
             product = -product
@@ -406,6 +427,10 @@ def op_cp(machine: Machine, w: Warp, op: Any) -> None:
                 tm = tmem_of(machine, cta)
                 lane0, col = split(address)
                 tm.check(cta, col, words.shape[1])
+                if machine.checker is not None:
+                    reached = np.arange(LANES) if lane0 == 0 else lane0 + np.arange(lanes_n)
+                    sm, width = sm_of(machine, cta), words.shape[1]
+                    machine.checker.tmem(sm, reached, col, width, True)
                 span = slice(col, col + words.shape[1])
                 if "warpx4" in mods:
                     for q in range(4):

@@ -77,10 +77,10 @@ def test_counts_that_are_not_allowed(producers, consumers, rule):
         launch(roles(producers, consumers))
 
 
-def test_every_warp_of_a_warpgroup_must_take_part():
+def test_every_warp_of_a_warpgroup_should_take_part():
     one_warp = "setp.ge.u32 %p1, %r0, 32;\n@%p1 bra E;\n" + dec(40)
-    with pytest.raises(KernelFault, match="all warps of a warpgroup"):
-        launch(roles(one_warp, inc(168)))
+    report = launch(roles(one_warp, inc(168)))
+    assert any("all warps of a warpgroup" in w for w in report.warnings)
 
 
 def test_without_a_cap_it_has_no_effect_and_says_so():

@@ -1,0 +1,36 @@
+"""``mok capture`` and ``mok replay``, in the emulator and without."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mok import cli
+
+
+def document(capsys, *argv):
+    code = cli.main([*argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.emulator
+def test_a_step_of_three_ranks_on_one(capsys, tmp_path):
+    pytest.importorskip("mok.tools.emulator", reason="the emulator needs numba")
+    file = str(tmp_path / "step.mok")
+    shape = ["--shape", "33,64,64,5,2", "--ep", "3", "--forward", "--emulate"]
+    code, made = document(capsys, "capture", file, *shape)
+    assert code == 0 and made["ok"] and len(made["hashes"]["output"]) == 3
+    code, found = document(capsys, "replay", str(tmp_path), "--emulate")
+    assert code == 0 and found["ok"] and found["ep_size"] == 3
+    assert found["hashes"] == made["hashes"]
+    assert cli.main(["replay", file, "--emulate"]) == 0
+    assert "same bits" in capsys.readouterr().out
+
+
+def test_bad_arguments(capsys, tmp_path):
+    file = str(tmp_path / "step.mok")
+    code, found = document(capsys, "capture", file, "--shape", "1,2,3", "--emulate")
+    assert code == 2 and "five numbers" in found["error"]["rule"]
+    code, found = document(capsys, "replay", file, "--emulate")
+    assert code == 2 and "readable" in found["error"]["rule"]

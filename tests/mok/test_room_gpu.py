@@ -1,0 +1,99 @@
+"""The layer beside other kernels: room for them where it is asked for, and patience where they hold SMs."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mok import functional
+from mok.config import Config, Shape
+from mok.reference import random_case, random_gradient
+from mok.runtime.compile import KernelSpec, get_kernel
+from mok.runtime.device import device_info
+from tests.helpers_layer import Layer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
+
+pytestmark = pytest.mark.gpu
+SHAPE = Shape(16384, 2048, 768, 64, 8)
+RUNS = 20
+
+
+@pytest.fixture(scope="module")
+def case():
+    return random_case(SHAPE, device="cuda")
+
+
+def hold():
+    return get_kernel(KernelSpec.of("hold", device_info().arch, "toy_kernels:Hold"))
+
+
+class Timed:
+    """Forward or backward of a layer with events around it."""
+
+    def __init__(self, case, ep_size, config, direction):
+        self.layer = Layer(case, ep_size, config, "cuda")
+        layer, self.direction = self.layer, direction
+        result = layer(save_context=True)
+        self.schedule, self.context, self.want = result.schedule, result.context, result.output
+        self.dy = layer.each(layer.split(random_gradient(case)))
+        self.given = layer.arguments(case)
+        self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self):
+        layer = self.layer
+        self.begin.record()
+        if self.direction == "forward":
+            found = layer.queue(schedule=self.schedule).output
+        else:
+            found = functional.backward(
+                layer.config, layer.workspace, self.schedule, self.context, self.dy, *self.given
+            )[0]
+        self.end.record()
+        return found if isinstance(found, torch.Tensor) else torch.cat(list(found))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_kernel_with_priority_starts_before_the_layer_ends(case, ep_size, direction):
+    config = dataclasses.replace(Config.suggest(case.shape, "cuda"), reserved_sms=8)
+    timed = Timed(case, ep_size, config, direction)
+    other, small = torch.cuda.Stream(priority=-1), torch.zeros(1 << 20, device="cuda")
+    done = torch.cuda.Event(enable_timing=True)
+    early = 0
+    with timed.layer:
+        for _ in range(RUNS):
+            torch.cuda._sleep(2_000_000)  # the host is ahead when the layer starts
+            timed()
+            with torch.cuda.stream(other):
+                other.wait_event(timed.begin)
+                torch.cuda._sleep(500_000)  # the megakernel has all its SMs by now
+                small.add_(1)
+                done.record()
+            torch.cuda.synchronize()
+            early += done.elapsed_time(timed.end) > 0
+        took = timed.begin.elapsed_time(timed.end)
+    assert took > 1.0, f"the layer is too short to tell: {took} ms"
+    assert early == RUNS, f"in {early} of {RUNS} runs"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_kernel_that_holds_sms_delays_but_never_hangs(case, ep_size, direction):
+    config = dataclasses.replace(Config.suggest(case.shape, "cuda"), timeout_s=20.0)
+    timed = Timed(case, ep_size, config, direction)
+    other = torch.cuda.Stream(priority=-1)
+    with timed.layer:
+        torch.cuda.synchronize()
+        want = timed()
+        torch.cuda.synchronize()
+        for _ in range(RUNS):
+            hold()(4, 20_000_000, other.cuda_stream)  # 20 ms on 4 SMs
+            found = timed()
+            torch.cuda.synchronize()
+            timed.layer.workspace.check()
+            assert torch.equal(found, want)

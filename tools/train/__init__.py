@@ -1,0 +1,1 @@
+"""Real training runs: a small language model, and blocks of a large one."""
