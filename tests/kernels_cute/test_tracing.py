@@ -71,7 +71,7 @@ def stripped(tmp_path_factory):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_without_trace_the_machine_code_is_that_of_a_source_without_it(arch, direction, stripped):
     make = kernels.forward_spec if direction == "forward" else kernels.backward_spec
     spec = make(arch, direct=False)
@@ -252,12 +252,13 @@ def check_backward(found, layer, rank):
 
 
 @pytest.mark.emulator
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "ep_size", "grad_dtype", "seed"),
     [
         ("sm_90a", 2, torch.bfloat16, None),
-        pytest.param("sm_90a", 1, torch.float32, 4, marks=pytest.mark.slow),
-        pytest.param("sm_100a", 2, torch.float32, None, marks=pytest.mark.slow),
+        ("sm_90a", 1, torch.float32, 4),
+        ("sm_100a", 2, torch.float32, None),
     ],
 )
 def test_backward_keeps_its_bits_and_records_every_task(arch, ep_size, grad_dtype, seed):
