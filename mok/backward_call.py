@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok.call import Call, ForwardContext, LaunchFacts, check_tensor, num_sms
+from mok.arguments import check_tensor
+from mok.call import Call, ForwardContext, LaunchFacts, num_sms
 from mok.errors import DtypeError, ResourceError, ShapeError
 from mok.kernels_cute import trace
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mok.arguments import check_tensor, check_tunables, per_rank, stream_of
 from mok.config import CLUSTER_CTAS, Config
-from mok.errors import DeviceError, DtypeError, ResourceError, ShapeError
+from mok.errors import ResourceError, ShapeError
 from mok.kernels_cute import trace
 
 if TYPE_CHECKING:
@@ -168,6 +169,8 @@ class Call:
         self.mxfp8 = workspace.precision == "mxfp8"
         self.routed_given = routed
         self.scales: list[list[Tensor | None]] = []
+        from mok.mxfp8 import mxfp8_per_rank
+
         self.routed = []
         for name, value in zip(names, routed, strict=True):
             if self.mxfp8:
@@ -486,133 +489,3 @@ class Call:
         if tensor is None or tensor.numel() == 0:
             return self.workspace.counter_words.data_ptr()
         return tensor.data_ptr()
-
-
-# ---------------------------------------------------------------------- arguments
-
-
-def check_tunables(workspace: Workspace, config: Config) -> None:
-    """A call may change the tunables that no buffer is sized by; not the ring's."""
-    if config is workspace.config:
-        return
-    for name in ("minibatch_size", "macrobatch_size", "mxfp8_wire"):
-        made, given = getattr(workspace.config, name), getattr(config, name)
-        if made != given:
-            raise ShapeError(
-                f"{name} must be what the workspace was made with: {made}",
-                given,
-                "Make a workspace for this config",
-            )
-
-
-def per_rank(workspace: Workspace, name: str, value: Any) -> list[Tensor]:
-    """A list with one entry per local rank."""
-    count = len(workspace.group.local_ranks)
-    if isinstance(value, Tensor):
-        value = [value]
-    if not isinstance(value, Sequence) or not all(isinstance(t, Tensor) for t in value):
-        raise DtypeError(
-            f"{name} must be a tensor, or one tensor per local rank", type(value).__name__
-        )
-    if len(value) != count:
-        raise ShapeError(
-            f"{name} needs one tensor for each of the {count} local ranks", f"{len(value)} given"
-        )
-    return list(value)
-
-
-def mxfp8_per_rank(
-    workspace: Workspace, name: str, value: Any, is_down: bool
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """(what the kernel multiplies with, its scales or None) per local rank, of quantised weights."""
-    from mok.mxfp8 import Mxfp8Weight, for_kernel
-
-    values = [value] if isinstance(value, Mxfp8Weight) else value
-    count = len(workspace.group.local_ranks)
-    if not isinstance(values, Sequence) or not all(isinstance(v, Mxfp8Weight) for v in values):
-        raise DtypeError(
-            f"{name} must be an Mxfp8Weight in a workspace with precision mxfp8, one per local rank",
-            type(value).__name__,
-            "Quantise it with mok.mxfp8_quantize",
-        )
-    if len(values) != count:
-        raise ShapeError(
-            f"{name} needs one weight for each of the {count} local ranks", f"{len(values)} given"
-        )
-    hidden, inner = workspace.shape.hidden_size, workspace.shape.intermediate_size
-    size = (hidden, inner) if is_down else (inner, hidden)
-    for weight in values:
-        if weight.shape[1:] != size and weight.shape[2:0:-1] == size:
-            raise ShapeError(
-                f"{name} must be quantised as [E, {size[0]}, {size[1]}]",
-                f"{list(weight.shape)}: that is its transpose",
-                "Quantise the weight itself; mxfp8_quantize makes both orientations",
-            )
-    parts = [for_kernel(v, "normal", workspace.sizes.scaled) for v in values]
-    data = [p.values if p.values is not None else p.data for p in parts]
-    return [d for d in data if d is not None], [p.scales for p in parts]
-
-
-def unwrap(values: list[Any], like: Any) -> Any:
-    return values[0] if isinstance(like, Tensor) else values
-
-
-def check_tensor(
-    workspace: Any,
-    name: str,
-    tensor: Tensor,
-    size: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Dtype, device, shape, contiguity and alignment of an argument."""
-    have = tensor.shape
-    if (
-        tensor.dtype not in dtypes
-        or tensor.device != workspace.device
-        or len(have) != len(size)
-        or (have != size and (size[0] is not None or have[1:] != size[1:]))
-        or not tensor.is_contiguous()
-    ):
-        _refuse_tensor(workspace, name, tensor, size, dtypes)
-    # Matrices go through TMA and 16-byte accesses; the small FP32 and int inputs do not.
-    if tensor.dtype == torch.bfloat16 and tensor.numel() and tensor.data_ptr() % 16:
-        raise ShapeError(
-            f"{name} must be 16-byte aligned", f"address {tensor.data_ptr():#x}", "Clone it"
-        )
-
-
-def _refuse_tensor(
-    workspace: Any,
-    name: str,
-    tensor: Tensor,
-    size: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Say what is wrong with a tensor."""
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise DtypeError(f"{name} must be {wanted}", str(tensor.dtype).removeprefix("torch."))
-    if tensor.device != workspace.device:
-        raise DeviceError(
-            f"{name} must be on the workspace's device, {workspace.device}", tensor.device,
-            f"Move it with .to({str(workspace.device)!r})",
-        )  # fmt: skip
-    shown = "[" + ", ".join("T" if n is None else str(n) for n in size) + "]"
-    if tensor.dim() != len(size) or any(
-        want is not None and have != want for have, want in zip(tensor.shape, size, strict=True)
-    ):
-        raise ShapeError(f"{name} must have the shape {shown}", list(tensor.shape))
-    if not tensor.is_contiguous():
-        raise ShapeError(
-            f"{name} must be contiguous", f"strides {tensor.stride()}", "Call .contiguous()"
-        )
-
-
-def stream_of(workspace: Workspace) -> int:
-    """Handle of torch's current stream on the workspace's device; 0 in the emulator."""
-    return stream_handle(workspace.device)
-
-
-def stream_handle(device: torch.device) -> int:
-    """Handle of torch's current stream on a device; 0 in the emulator."""
-    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)

@@ -21,19 +21,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from mok.call import (
-    Call,
-    ForwardContext,
-    LaunchFacts,
-    Schedule,
-    check_tensor,
-    check_tunables,
-    num_sms,
-    per_rank,
-    schedule_sizes,
-    stream_of,
-    unwrap,
-)
+from mok.arguments import check_tensor, check_tunables, per_rank, stream_of, unwrap
+from mok.call import Call, ForwardContext, LaunchFacts, Schedule, num_sms, schedule_sizes
 from mok.config import Config, Shape
 from mok.errors import DtypeError, MokError, ShapeError
 

@@ -12,7 +12,7 @@ from mok import ops
 from mok.config import Config
 from mok.errors import CapacityError, DtypeError, ResourceError, ShapeError
 from mok.layer_spec import LayerSpec, register_layer
-from mok.mxfp8 import Mxfp8Weight, QuantisedMasters
+from mok.mxfp8 import QuantisedMasters
 from mok.router import Router, Score, linear_fp32
 from mok.runtime.plan import check_precision
 
@@ -48,8 +48,8 @@ class MoELayer(nn.Module):
             time of forward) into it, and give that weight no ``grad``. Compiler passes cannot see
             these additions: read main_grad only after backward.
         precision: of the routed experts, "bf16" or "mxfp8" (docs/mxfp8.md). With "mxfp8" the parameters
-            are masters, quantised again once after each change; there is no backward pass, so call the
-            layer under ``torch.no_grad()``; H and I are multiples of 128.
+            are masters, quantised again once after each change; H and I are multiples of 128; on
+            Blackwell there is no backward pass yet. torch.compile breaks its graph at such a layer.
         device, dtype: of the parameters; dtype is bfloat16 or float32. FP32 parameters are rounded
             to BF16 for the kernels and get FP32 gradients.
 
@@ -221,16 +221,6 @@ class MoELayer(nn.Module):
         )  # fmt: skip
         inputs = [t for t in (x, weights, scale, *parameters) if t is not None]
         train = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        if self.spec.precision == "mxfp8":
-            if train:
-                raise ResourceError(
-                    "MXFP8 has a forward pass only", "a call that needs gradients",
-                    "Call the layer under torch.no_grad(), or use precision bf16",
-                )  # fmt: skip
-            return ops.forward_quantised(
-                self._layer, self._max_tokens(x.shape[0]), x, ids, weights, self._quantised(),
-                parameters[3:], scale, self.swiglu_limit,
-            )  # fmt: skip
         main, index = [], []
         if train and self.main_grad:
             for k, parameter in enumerate(parameters):
@@ -238,6 +228,8 @@ class MoELayer(nn.Module):
                 if buffer is not None:
                     main.append(buffer)
                     index.append(k)
+        if self.spec.precision == "mxfp8":
+            return self._compute_quantised(train, x, ids, weights, parameters, scale, main, index)
         output, _ = ops.forward(
             self._layer, self._max_tokens(x.shape[0]), train and not self.recompute,
             x, ids, weights, *parameters, scale, self.swiglu_limit, main, index,
@@ -245,11 +237,27 @@ class MoELayer(nn.Module):
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _quantised(self) -> list[Mxfp8Weight]:
-        """The routed weights in MXFP8, made again where a parameter has changed."""
+    def _compute_quantised(
+        self, train: bool, x: Tensor, ids: Tensor, weights: Tensor,
+        parameters: Sequence[Tensor | None], scale: Tensor | None, main: list[Tensor],
+        index: list[int],
+    ) -> Tensor:  # fmt: skip
+        """``_compute`` in MXFP8; the routed weights are quantised where a parameter has changed."""
+        max_tokens = self._max_tokens(x.shape[0])
+        if train and self.spec.plan(max_tokens, x.device).scaled:
+            raise ResourceError(
+                "MXFP8 has a forward pass only on Blackwell", "a call that needs gradients",
+                "Call the layer under torch.no_grad(), or use precision bf16",
+            )  # fmt: skip
         debug = self.spec.config is not None and self.spec.config.debug
         names = ("routed_gate", "routed_up", "routed_down")
-        return [self._masters.get(n, getattr(self, n), debug=debug) for n in names]
+        quantised = [
+            self._masters.get(n, getattr(self, n), transposed=train, debug=debug) for n in names
+        ]
+        return ops.forward_quantised(
+            self._layer, max_tokens, train and not self.recompute, x, ids, weights, *parameters,
+            scale, self.swiglu_limit, main, index, quantised,
+        )  # fmt: skip
 
     def requantize(self) -> None:
         """Quantise the routed weights anew at the next call: after writes that torch cannot see."""

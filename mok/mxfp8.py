@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mok.errors import DtypeError, MokError, ShapeError
 from mok.reference.mxfp8 import Quantised, expand, quantise, tile_scales, untile_scales
+
+if TYPE_CHECKING:
+    from mok.runtime.workspace import Workspace
 
 TILE = 128
 LAYOUTS = ("tile", "plain")
@@ -259,7 +262,7 @@ def _kernel(
     weight: Tensor, normal: bool, transposed: bool, layout: str, expanded: bool, arch: str
 ) -> tuple[MxTensor | None, MxTensor | None]:
     from mok import kernels
-    from mok.call import stream_handle
+    from mok.arguments import stream_handle
     from mok.runtime.compile import get_kernel
     from mok.runtime.launch import launch
 
@@ -321,6 +324,36 @@ def for_kernel(weight: Mxfp8Weight, orientation: str, scaled: bool) -> MxTensor:
     return part
 
 
+def mxfp8_per_rank(
+    workspace: Workspace, name: str, value: Any, is_down: bool
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """(what the kernel multiplies with, its scales or None) per local rank, of quantised weights."""
+    values = [value] if isinstance(value, Mxfp8Weight) else value
+    count = len(workspace.group.local_ranks)
+    if not isinstance(values, Sequence) or not all(isinstance(v, Mxfp8Weight) for v in values):
+        raise DtypeError(
+            f"{name} must be an Mxfp8Weight in a workspace with precision mxfp8, one per local rank",
+            type(value).__name__,
+            "Quantise it with mok.mxfp8_quantize",
+        )
+    if len(values) != count:
+        raise ShapeError(
+            f"{name} needs one weight for each of the {count} local ranks", f"{len(values)} given"
+        )
+    hidden, inner = workspace.shape.hidden_size, workspace.shape.intermediate_size
+    size = (hidden, inner) if is_down else (inner, hidden)
+    for weight in values:
+        if weight.shape[1:] != size and weight.shape[2:0:-1] == size:
+            raise ShapeError(
+                f"{name} must be quantised as [E, {size[0]}, {size[1]}]",
+                f"{list(weight.shape)}: that is its transpose",
+                "Quantise the weight itself; mxfp8_quantize makes both orientations",
+            )
+    parts = [for_kernel(v, "normal", workspace.sizes.scaled) for v in values]
+    data = [p.values if p.values is not None else p.data for p in parts]
+    return [d for d in data if d is not None], [p.scales for p in parts]
+
+
 class QuantisedMasters:
     """MXFP8 copies of master weights, made again when a master has changed.
 
@@ -340,9 +373,10 @@ class QuantisedMasters:
         Raises:
             MokError: in debug mode, for a master that changed and whose version did not.
         """
-        seen = (master._version, master.data_ptr(), master.device, transposed)
+        seen = (master._version, master.data_ptr(), master.device)
         found = self._made.get(name)
-        if found is None or found[0] != seen:
+        enough = found is not None and (not transposed or found[2].transposed is not None)
+        if found is None or found[0] != seen or not enough:
             made = mxfp8_quantize(master.detach().bfloat16(), transposed=transposed)
             found = (seen, checksum(master) if debug else None, made)
             self._made[name] = found

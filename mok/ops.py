@@ -48,7 +48,7 @@ def _flatten(schedule: Schedule, context: ForwardContext) -> list[Tensor]:
 def _unflatten(
     spec: LayerSpec, saved: Sequence[Tensor], ids: list[Tensor]
 ) -> tuple[Schedule, ForwardContext]:
-    direct = spec.ep_size == 1
+    direct = spec.ep_size == 1 and spec.precision == "bf16"
     shared = spec.shared_intermediate_size is not None
     present = {
         "route_row": direct,
@@ -210,29 +210,6 @@ class _Sinks:
         return list(self.totals.values())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def forward_quantised(
-    layer: int,
-    max_tokens: int,
-    x: Tensor,
-    top_experts: Tensor,
-    router_weights: Tensor,
-    routed: Sequence[Any],
-    shared: Sequence[Tensor | None],
-    shared_scale: Tensor | None,
-    swiglu_limit: float | None,
-) -> Tensor:
-    """The output with routed weights in MXFP8 (three ``Mxfp8Weight``); no gradients (collective).
-
-    Other arguments as ``forward``. torch.compile breaks its graph here.
-    """
-    call = _Call(
-        layer, max_tokens, x, top_experts, router_weights, routed, shared, shared_scale,
-        swiglu_limit,
-    )  # fmt: skip
-    return call.forward(call.schedule(), False)[0]
-
-
 @torch.library.custom_op("mok::forward", mutates_args=())
 def forward(
     layer: int,
@@ -291,10 +268,14 @@ def _run_backward(
     saved: Sequence[Tensor],
     grad_output: Tensor,
     *arguments: Any,
+    quantised: Sequence[Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-    """Gradients of x, of the router weights, of the shared scale, and of the weights."""
+    """Gradients of x, of the router weights, of the shared scale, and of the weights.
+
+    ``quantised``: the routed weights that forward used, in MXFP8.
+    """
     x, ids, weights, *parameters, scale, limit = arguments
-    routed, shared = parameters[:3], parameters[3:]
+    routed, shared = quantised or parameters[:3], parameters[3:]
     call = _Call(layer, max_tokens, x, ids, weights, routed, shared, scale, limit)
     if saved:
         schedule, context = _unflatten(call.spec, saved, call.ids)
@@ -410,7 +391,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list
     layer, max_tokens, _, *tensors, limit, main_grads, main_index = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1])
-    ctx.layer, ctx.max_tokens, ctx.limit = layer, max_tokens, limit
+    ctx.layer, ctx.max_tokens, ctx.limit, ctx.quantised = layer, max_tokens, limit, None
     # Not saved for backward: another layer's or call's backward may add to them in between.
     ctx.main_grads, ctx.main_index = list(main_grads), list(main_index)
     ctx.save_for_backward(*tensors, *output[1])
@@ -423,6 +404,9 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
         tensors, saved = everything[:_TENSORS], list(everything[_TENSORS:])
         arguments = (ctx.layer, ctx.max_tokens, saved, grad, *tensors, ctx.limit)
         weights = {3 + k: w for k, w in enumerate(tensors[3:9]) if w is not None}
+        plain, add = backward, backward_add
+        if ctx.quantised is not None:
+            plain, add = ctx.backward_quantised, ctx.backward_quantised_add
         if ctx.main_grads:
             main = {3 + k: g for k, g in zip(ctx.main_index, ctx.main_grads, strict=True)}
             dtype = ctx.main_grads[0].dtype
@@ -431,10 +415,10 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
                 main[k] if k in main else torch.zeros_like(w, dtype=dtype)
                 for k, w in weights.items()
             ]
-            result[0], result[2], result[9] = backward_add(*arguments, sums)
+            result[0], result[2], result[9] = add(*arguments, sums)
             grads = [None if k in main else g for k, g in zip(weights, sums, strict=True)]
         else:
-            found = iter(backward(*arguments))
+            found = iter(plain(*arguments))
             result[0], result[2] = next(found), next(found)
             result[9] = next(found) if tensors[9] is not None else None
             grads = list(found)
@@ -447,3 +431,43 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
 
 
 forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Quantised(torch.autograd.Function):
+    """``mok::forward`` with routed weights in MXFP8; its arguments, then three ``Mxfp8Weight``."""
+
+    @staticmethod
+    def forward(ctx: Any, *everything: Any) -> Tensor:
+        *inputs, quantised = everything
+        layer, max_tokens, save, x, ids, weights, *parameters, scale, limit, _, _ = inputs
+        call = _Call(layer, max_tokens, x, ids, weights, quantised, parameters[3:], scale, limit)
+        schedule = call.schedule()
+        output, context = call.forward(schedule, save)
+        saved = [] if context is None else _flatten(schedule, context)
+        _setup_context(ctx, tuple(inputs), (output, saved))
+        ctx.quantised = quantised
+
+        def plain(*arguments: Any) -> list[Tensor]:
+            d_x, d_w, d_scale, grads = _run_backward(None, *arguments, quantised=quantised)
+            return [d_x, d_w, *([] if d_scale is None else [d_scale]), *grads]
+
+        def add(*arguments_and_sums: Any) -> tuple[Tensor, Tensor, Tensor]:
+            *arguments, sums = arguments_and_sums
+            d_x, d_w, d_scale, _ = _run_backward(sums, *arguments, quantised=quantised)
+            return d_x, d_w, d_w.new_empty(0) if d_scale is None else d_scale
+
+        ctx.backward_quantised, ctx.backward_quantised_add = plain, add
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        # Autograd functions take None where operators take lists: main_grads, main_index, quantised.
+        return (*_backward(ctx, grads[0], None)[:-2], None, None, None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def forward_quantised(*arguments: Any) -> Tensor:
+    """The output with routed weights in MXFP8 (collective): the arguments of ``forward``, then the three
+    quantised weights. torch.compile breaks its graph here."""
+    output: Tensor = _Quantised.apply(*arguments)
+    return output

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mok import call, functional
+from mok.arguments import check_tensor
 from mok.config import MAX_TOPK, Config, Shape, _require_int
 from mok.errors import DtypeError, GroupError, ResourceError, ShapeError
 
@@ -285,12 +286,12 @@ def validate_inputs(
             raise DtypeError(f"{name} must be a {kind.__name__}", type(value).__name__)
     tokens = schedule.top_experts.shape[0]
     rows = (tokens, workspace.hidden_size)
-    call.check_tensor(workspace, "x", x, rows, (torch.bfloat16,))
+    check_tensor(workspace, "x", x, rows, (torch.bfloat16,))
     if router_weights is not None:
         size = (tokens, workspace.topk)
-        call.check_tensor(workspace, "router_weights", router_weights, size, (torch.float32,))
+        check_tensor(workspace, "router_weights", router_weights, size, (torch.float32,))
     if grad_output is not None:
-        call.check_tensor(workspace, "grad_output", grad_output, rows, (torch.bfloat16,))
+        check_tensor(workspace, "grad_output", grad_output, rows, (torch.bfloat16,))
 
 
 def _weight(name: str, value: Any) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import sys
 import time
@@ -29,7 +30,7 @@ from tests.forward_runs import ForwardRun, emulated, forward_kernel
 ARCH = "sm_100a"
 SEEDS = (None, *range(19))  # the plain machine first: it takes a third of the time
 # Normal runs take less than a million warp instructions.
-MAX_STEPS = 5_000_000
+MAX_STEPS = 2_000_000
 # Few stages, so that each is filled again and again.
 STAGES = 2
 # Plain and even seeds: three blocks of few rows on rank 0, whose ring holds one, and one pair that computes.
@@ -122,7 +123,7 @@ def main(build: str, target: Path) -> None:
     ptx = kernel_ptx(build)
     digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
     expected, lines = [], set()
-    for seed in range(2 * len(CASES)):
+    for seed in (None, *range(1, len(CASES))):
         found, seen = results(build, None, seed)
         expected.append(found)
         lines |= seen
@@ -130,7 +131,8 @@ def main(build: str, target: Path) -> None:
     # First all of them on the plain machine, then the adversarial ones for what is left.
     for seeds in (SEEDS[:1], SEEDS[1:]):
         done = read(target)
-        for name, mutation in named.items():
+        # In any order, so that the part that a run has reached is a fair sample.
+        for name, mutation in random.Random(0).sample(list(named.items()), len(named)):
             last = done.get(name)
             if last and (last["result"] != "survived" or last["seed"] == seeds[-1]):
                 continue

@@ -86,7 +86,7 @@ def test_the_table_of_times():
 
 
 def test_it_says_what_was_not_run():
-    assert "It has not been run on a Blackwell GPU" in TEXT
+    assert "They have not been run on a Blackwell GPU" in TEXT
 
 
 def test_budgets():

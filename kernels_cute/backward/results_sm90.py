@@ -104,11 +104,11 @@ class Results(Invariant):
         quantised along the row, in place, for the gradient of x.
         """
         main, buffers = self.main, ctx.buffers
-        thread = self.thread(None)
+        warp, pair = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        first, which = (warp & 3) * 32, (warp >> 2) - 1
         sA = shared.sA.iterator.toint() + stage * main.a_bytes
         sB = shared.sB.iterator.toint() + stage * main.b_bytes
         row_bytes = Int64(ctx.sizes.intermediate) * 2
-        first, pair, which = thread // 32 % 4 * 32, thread % 32, thread // 128
         inside = column * CHUNK_N < ctx.sizes.intermediate
         offset = Int64(entry.ring_block * self.tile.m + first) * row_bytes
         offset += Int64(column * CHUNK_N + 2 * pair) * 2
@@ -123,9 +123,9 @@ class Results(Invariant):
                 self.quantise_rows(hidden, buffers.weighted_tokens + offset, row_bytes, first, pair)
             cute.arch.fence_proxy("async.global")  # TMA reads them
         cute.arch.barrier(barrier_id=1, number_of_threads=256)
-        row, block = thread % 128, thread // 128
+        row = first + pair
         for base in (sA, sB):
-            at = [base + row * 128 + (((4 * block + j) ^ (row % 8)) << 4) for j in range(4)]
+            at = [base + row * 128 + (((4 * which + j) ^ (row & 7)) << 4) for j in range(4)]
             pairs = [word for address in at for word in ptx_fp8.shared_load_16(address)]
             values = mxfp8.through(pairs, mxfp8.scale_code(mxfp8.magnitude(pairs)))
             for j in cutlass.range_constexpr(4):
@@ -138,7 +138,7 @@ class Results(Invariant):
         def load(row):
             at = first + row
             return ptx_fp8.shared_load_4(
-                source + at * 128 + (((pair // 4) ^ (at % 8)) << 4) + pair % 4 * 4
+                source + at * 128 + (((pair >> 2) ^ (at & 7)) << 4) + (pair & 3) * 4
             )
 
         mxfp8.through_rows(

@@ -6,6 +6,7 @@ pytest.importorskip("cutlass")
 
 import torch
 
+from mok import kernels
 from mok.config import Shape
 from mok.errors import ResourceError
 from mok.kernels_cute.backward.kernel import BackwardKernel
@@ -16,8 +17,10 @@ from mok.reference import (
     random_gradient,
     relative_l2,
 )
+from mok.runtime.compile import get_kernel
 from tests.backward_cases import emulated
 from tests.backward_runs import BackwardRun
+from tests.helpers import opcodes
 
 ARCH = "sm_90a"
 LIMIT = 5e-3  # against the quantised reference
@@ -83,3 +86,11 @@ def test_what_is_refused():
         BackwardKernel(direct=False, arch="sm_100a", mxfp8=True)
     with pytest.raises(ResourceError, match="ring"):
         BackwardKernel(direct=True, mxfp8=True)
+
+
+@pytest.mark.slow  # compiles once more
+def test_code():
+    kernel = get_kernel(kernels.backward_spec(ARCH, False, mxfp8=True))
+    (used,) = kernel.resources.kernels
+    assert used.spill_bytes == 0 and used.stack_bytes == 0
+    assert opcodes(kernel.ptx)["cvt.rn.satfinite.e4m3x2.f32"] > 0

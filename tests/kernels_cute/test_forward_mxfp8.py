@@ -102,6 +102,7 @@ def test_random_values(arch):
 
 
 @pytest.mark.emulator
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bits_do_not_depend_on_ranks_and_sizes(arch):
     case = make_case("no shared expert")
@@ -111,7 +112,7 @@ def test_bits_do_not_depend_on_ranks_and_sizes(arch):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=pytest.mark.slow), "sm_100a"])
 def test_the_wire_changes_no_bit(arch):
     case = make_case("small", "dropped")
     plain = run(case, arch, **PAIR)
@@ -144,7 +145,7 @@ def test_ten_seeds(seed, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("save_context", [False, True])
+@pytest.mark.parametrize("save_context", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_code(arch, save_context):
     kernel = forward_kernel(arch, direct=False, mxfp8=True, save_context=save_context)
     (used,) = kernel.resources.kernels

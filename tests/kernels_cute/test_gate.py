@@ -49,6 +49,7 @@ def test_backward_does_nothing(emulator):
         num_comm_ctas=2,
     )  # fmt: skip
     run.gate = CLOSED.data_ptr()
+    emulator.register(CLOSED)
     rank = _Rank(run, 0)
     before = run.heap.clone()
     rank.backward()

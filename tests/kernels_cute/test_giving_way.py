@@ -115,19 +115,38 @@ def test_refused_while_clusters_wait(way, watch):
     assert watch["refused"] <= watch["started"]
 
 
-def give_way(way, sms, seed):
+def give_way(way, sms, seed, at=None):
     """A grid of higher priority with ``sms`` blocks arrives in mid-run."""
-    _, output, report = run(way, seed=seed, preempt=Competitor(sms, kernel="forward"))
+    _, output, report = run(way, seed=seed, preempt=Competitor(sms, at=at, kernel="forward"))
     assert torch.equal(output, expected())
     return report.preemptions
 
 
 @pytest.mark.parametrize(("way", "sms"), [("ep1", 2), ("ep1", SMS), ("ep2", 3)])
-def test_a_competing_grid_gets_its_sms(way, sms):
-    """Our clusters leave, the other grid ends before the layer does, the rest is launched again."""
-    met = [m for seed in range(2) for m in give_way(way, sms, seed)]
-    assert all(m.ended is not None for m in met if m.arrived is not None)
+def test_a_competing_grid_gets_its_sms(way, sms, monkeypatch):
+    """Our clusters leave with work left, the other grid ends before the layer does, the rest is launched
+    again and does that work."""
+    expected()
+    drawn = []  # tickets drawn when a cluster was launched after the other grid had come
+    layers = []
+    launch, start = ForwardRun.launch, Machine.start_cluster
+
+    def watched_launch(layer, *args):
+        layers.append(layer)
+        launch(layer, *args)
+
+    def watched_start(machine, *args):
+        if machine.rival is not None and machine.rival.record.taken:
+            drawn.append(int(layers[-1].saved[-1]["counters"][0]))
+        start(machine, *args)
+
+    monkeypatch.setattr(ForwardRun, "launch", watched_launch)
+    monkeypatch.setattr(Machine, "start_cluster", watched_start)
+    met = [m for seed in range(2) for m in give_way(way, sms, seed, at=40_000)]
+    assert all(m.ended is not None for m in met)
     assert any(m.left and m.refused and m.relaunched for m in met)
+    tasks = {"ep1": 12, "ep2": 8}[way]
+    assert min(drawn) < tasks
 
 
 @pytest.mark.slow

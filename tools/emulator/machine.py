@@ -453,16 +453,19 @@ class Machine(Residency, BulkOps):
 
     def pause(self) -> None:
         """Called after many steps without need of Python."""
+        for _ in range(self.engine.random.randrange(4)):
+            self.engine.advance()
+        if self.engine.random.random() < 0.25:
+            self.late.deliver()
+
+    def _check_steps(self) -> None:
+        """Between any two interpretations: a kernel may go round in circles by way of Python."""
         if self.max_steps is not None and self.x[L.X_STEPS] > self.max_steps:
             raise KernelFault(
                 "a launch may not take more steps than allowed",
                 self.max_steps,
                 "it may run forever; waiting warps:\n  " + "\n  ".join(self.waits()),
             )
-        for _ in range(self.engine.random.randrange(4)):
-            self.engine.advance()
-        if self.engine.random.random() < 0.25:
-            self.late.deliver()
 
     def finish(self) -> None:
         """Called when every CTA has exited."""

@@ -1,0 +1,110 @@
+"""The arguments of a call: what is checked of them, and the errors that say what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mok.config import Config
+from mok.errors import DeviceError, DtypeError, ShapeError
+
+if TYPE_CHECKING:
+    from mok.runtime.workspace import Workspace
+
+
+def check_tunables(workspace: Workspace, config: Config) -> None:
+    """A call may change the tunables that no buffer is sized by; not the ring's."""
+    if config is workspace.config:
+        return
+    for name in ("minibatch_size", "macrobatch_size", "mxfp8_wire"):
+        made, given = getattr(workspace.config, name), getattr(config, name)
+        if made != given:
+            raise ShapeError(
+                f"{name} must be what the workspace was made with: {made}",
+                given,
+                "Make a workspace for this config",
+            )
+
+
+def per_rank(workspace: Workspace, name: str, value: Any) -> list[Tensor]:
+    """A list with one entry per local rank."""
+    count = len(workspace.group.local_ranks)
+    if isinstance(value, Tensor):
+        value = [value]
+    if not isinstance(value, Sequence) or not all(isinstance(t, Tensor) for t in value):
+        raise DtypeError(
+            f"{name} must be a tensor, or one tensor per local rank", type(value).__name__
+        )
+    if len(value) != count:
+        raise ShapeError(
+            f"{name} needs one tensor for each of the {count} local ranks", f"{len(value)} given"
+        )
+    return list(value)
+
+
+def unwrap(values: list[Any], like: Any) -> Any:
+    return values[0] if isinstance(like, Tensor) else values
+
+
+def check_tensor(
+    workspace: Any,
+    name: str,
+    tensor: Tensor,
+    size: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Dtype, device, shape, contiguity and alignment of an argument."""
+    have = tensor.shape
+    if (
+        tensor.dtype not in dtypes
+        or tensor.device != workspace.device
+        or len(have) != len(size)
+        or (have != size and (size[0] is not None or have[1:] != size[1:]))
+        or not tensor.is_contiguous()
+    ):
+        _refuse_tensor(workspace, name, tensor, size, dtypes)
+    # Matrices go through TMA and 16-byte accesses; the small FP32 and int inputs do not.
+    if tensor.dtype == torch.bfloat16 and tensor.numel() and tensor.data_ptr() % 16:
+        raise ShapeError(
+            f"{name} must be 16-byte aligned", f"address {tensor.data_ptr():#x}", "Clone it"
+        )
+
+
+def _refuse_tensor(
+    workspace: Any,
+    name: str,
+    tensor: Tensor,
+    size: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Say what is wrong with a tensor."""
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise DtypeError(f"{name} must be {wanted}", str(tensor.dtype).removeprefix("torch."))
+    if tensor.device != workspace.device:
+        raise DeviceError(
+            f"{name} must be on the workspace's device, {workspace.device}", tensor.device,
+            f"Move it with .to({str(workspace.device)!r})",
+        )  # fmt: skip
+    shown = "[" + ", ".join("T" if n is None else str(n) for n in size) + "]"
+    if tensor.dim() != len(size) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, size, strict=True)
+    ):
+        raise ShapeError(f"{name} must have the shape {shown}", list(tensor.shape))
+    if not tensor.is_contiguous():
+        raise ShapeError(
+            f"{name} must be contiguous", f"strides {tensor.stride()}", "Call .contiguous()"
+        )
+
+
+def stream_of(workspace: Workspace) -> int:
+    """Handle of torch's current stream on the workspace's device; 0 in the emulator."""
+    return stream_handle(workspace.device)
+
+
+def stream_handle(device: torch.device) -> int:
+    """Handle of torch's current stream on a device; 0 in the emulator."""
+    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
