@@ -241,7 +241,8 @@ class Checker:
 
     def _by_warp(self, w: "Warp", shadow: int, count: int, write: bool, address: int) -> None:
         clock, proxy = self._row(w, 0), self._row(w, 1)
-        agent = w.index + (2 * self.num_warps if write else 0)
+        # Tensor memory (address < 0) is handed over by arrivals of any scope, as other order is.
+        agent = w.index + (2 * self.num_warps if write and address >= 0 else 0)
         tag = np.int64(agent << 32 | int(clock[agent]))
         race.check_range(
             self.machine.x.ctypes.data,
