@@ -433,6 +433,7 @@ class Machine(Residency, BulkOps):
             self.place_clusters()
         short = self.seed is not None or self.rival is not None
         result = interp.run_grid(self.x.ctypes.data, 256 if short else 1 << 18)
+        self._check_steps()  # a kernel may go round in circles by way of Python
         if self.progress is not None:
             self.progress(int(self.x[L.X_STEPS]))
         if result == L.R_PY:
@@ -459,7 +460,6 @@ class Machine(Residency, BulkOps):
             self.late.deliver()
 
     def _check_steps(self) -> None:
-        """Between any two interpretations: a kernel may go round in circles by way of Python."""
         if self.max_steps is not None and self.x[L.X_STEPS] > self.max_steps:
             raise KernelFault(
                 "a launch may not take more steps than allowed",
