@@ -431,8 +431,9 @@ class Machine(Residency, BulkOps):
         """Lets the warps run until Python is needed.  False when nothing could go on."""
         if self.rival is not None:
             self.place_clusters()
-        short = self.seed is not None or self.rival is not None
-        result = interp.run_grid(self.x.ctypes.data, 256 if short else 1 << 18)
+        plain = self.seed is None and self.rival is None
+        result = interp.run_grid(self.x.ctypes.data, 1 << 18 if plain else 256)
+        self._check_steps()  # a kernel may go round in circles by way of Python
         if self.progress is not None:
             self.progress(int(self.x[L.X_STEPS]))
         if result == L.R_PY:
@@ -459,12 +460,10 @@ class Machine(Residency, BulkOps):
             self.late.deliver()
 
     def _check_steps(self) -> None:
-        """Between any two interpretations: a kernel may go round in circles by way of Python."""
         if self.max_steps is not None and self.x[L.X_STEPS] > self.max_steps:
+            waits = "it may run forever; waiting warps:\n  " + "\n  ".join(self.waits())
             raise KernelFault(
-                "a launch may not take more steps than allowed",
-                self.max_steps,
-                "it may run forever; waiting warps:\n  " + "\n  ".join(self.waits()),
+                "a launch may not take more steps than allowed", self.max_steps, waits
             )
 
     def finish(self) -> None:
