@@ -20,7 +20,7 @@ HELP = "run a Qwen3-30B-A3B layer on the best backend present and check it"
 MODEL = "qwen3-30b-a3b"
 GPU_TOKENS = 16384
 EMULATED_TOKENS, EMULATED_EXPERTS = 32, 8
-STEPS_PER_TASK = 40_000  # warp instructions, about: for the progress bar
+STEPS_PER_TASK = 20_000  # warp instructions, about: for the progress bar
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

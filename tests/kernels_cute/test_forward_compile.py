@@ -64,7 +64,7 @@ def test_resources(arch, config):
 def test_every_kernel_of_every_model(arch):
     """`mok compile` of each model: what the compiler reports keeps every limit."""
     for model in MODELS:
-        arguments = argparse.Namespace(arch=arch, model=model)
+        arguments = argparse.Namespace(arch=arch, model=model, precision="bf16")
         document = compile_command.run(arguments, Console(stderr=True))
         assert compile_command.passed(document)
         for kernel in document["kernels"]:
