@@ -17,7 +17,7 @@ from mok.tools.emulator.encode import Program, PyOp
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.gpus import LateStores
 from mok.tools.emulator.intercept import LaunchRequest
-from mok.tools.emulator.registers import check_exit, check_registers
+from mok.tools.emulator.registers import check_exit, check_registers, resident_blocks
 from mok.tools.emulator.residency import Competitor, Residency
 
 SMEM_RESERVED = 1024  # hardware keeps the first KiB of every CTA's shared memory
@@ -215,7 +215,7 @@ class Machine(Residency, BulkOps):
             min(
                 limits.smem_per_sm // (self.smem_bytes + SMEM_RESERVED),
                 limits.max_threads_per_sm // (-(-self.threads // 32) * 32),
-                32,
+                min(resident_blocks(self.program, self.threads), 32),
             ),
         )
         self.cluster_grid = tuple(g // c for g, c in zip(r.grid, r.cluster, strict=True))

@@ -47,6 +47,13 @@ def launch_registers(program: "Program", threads: int) -> int | None:
     return min([cap, HIGHEST, max(wanted)] if wanted else [cap, HIGHEST])
 
 
+def resident_blocks(program: "Program", threads: int) -> int:
+    """How many blocks' registers an SM holds; without setmaxnreg only ptxas knows, so all of them."""
+    uses_pool = any(o.ins.name.startswith("setmaxnreg") for o in program.pyops)
+    registers = launch_registers(program, threads) if uses_pool else None
+    return FILE // (registers * (-(-threads // 32) * 32)) if registers else FILE
+
+
 def check_registers(program: "Program", threads: int) -> None:
     """Raises LaunchError when a block's registers exceed the SM's."""
     cap = program.kernel.directives.get("maxnreg")

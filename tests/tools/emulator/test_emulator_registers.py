@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from mok.tools.emulator import KernelFault, LaunchError
-from tests.tools.emulator.ptx import kernel, run
+from mok.tools.emulator.emulator import translate
+from mok.tools.emulator.registers import resident_blocks
+from tests.tools.emulator.ptx import HEAD, kernel, run
 
 pytestmark = pytest.mark.emulator
 CAP = ".reqntid 384, 1, 1\n.minnctapersm 1\n"  # 65536 / 384 threads, rounded down to 168 each
@@ -91,3 +93,10 @@ def test_without_a_cap_it_has_no_effect_and_says_so():
 def test_more_registers_than_an_sm_has():
     with pytest.raises(LaunchError, match="must fit the 65536"):
         launch(roles(dec(40), inc(240), cap=".reqntid 384, 1, 1\n.maxnreg 240\n"))
+
+
+@pytest.mark.parametrize(("pool", "together"), [(True, 1), (False, 2)])
+def test_registers_bound_the_blocks_of_an_sm(pool, together):
+    """168 registers for each of 384 threads: a second block finds none, whatever memory is left."""
+    text = HEAD.format(arch="sm_90a") + roles(dec(104) if pool else "", inc(200) if pool else "")
+    assert min(resident_blocks(translate(text, "k"), 384), 2) == together
