@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok import processes
-from mok.config import Config, Shape, tile_rows
+from mok.config import Config, tile_rows
 from mok.errors import DeviceError, MissingDependencyError
 from mok.models import Machine
 from mok.reference import Case, forward_reference
 
 if TYPE_CHECKING:
+    from mok.laid_out import LaidOut
     from mok.runtime.device import DeviceInfo
 
 KERNEL_ARCHS = ("sm_90a",)
@@ -200,6 +200,20 @@ def machine(backend: Backend) -> contextlib.AbstractContextManager[Any]:
     return _emulator(backend.arch) if backend.kind == "emulator" else contextlib.nullcontext()
 
 
+def lay_out(
+    case: Case,
+    lengths: list[int],
+    backend: Backend,
+    config: Config | None = None,
+    precision: str = "bf16",
+) -> LaidOut:
+    """The case over ranks of a backend's kernels; in the emulator only inside ``machine``."""
+    from mok.laid_out import LaidOut
+
+    found = backend.info or emulated_machine(backend.arch)
+    return LaidOut(case, lengths, backend.device, found, config, precision)
+
+
 def _prepare_kernel(
     case: Case,
     lengths: list[int],
@@ -208,74 +222,15 @@ def _prepare_kernel(
     dy: Tensor | None = None,
     precision: str = "bf16",
 ) -> Callable[[], Tensor]:
-    from mok import functional
-    from mok.mxfp8 import mxfp8_quantize
-
-    ep_size = len(lengths)
-    full = case.shape
-    shape = Shape(
-        max(lengths, default=0),
-        full.hidden_size,
-        full.intermediate_size,
-        full.num_experts,
-        full.topk,
-        ep_size,
-        full.shared_intermediate_size,
-    )
-    machine = backend.info or emulated_machine(backend.arch)
-    config = config or Config.suggest(shape, machine, precision)
-    device = backend.device
-    place = processes.Place(ep_size, device)
-    workspace = functional.create_workspace(
-        config,
-        place.group,
-        device=device,
-        max_tokens=max(shape.num_tokens, 1),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_experts=shape.num_experts,
-        topk=shape.topk,
-        shared_intermediate_size=shape.shared_intermediate_size,
-        precision=precision,
-    )
-    # One entry per rank of this process; with one rank, plain tensors.
-    placement = [shape.experts_on(r) for r in range(ep_size)]
-    x = case.x.split(lengths)
-    ids = case.top_experts.split(lengths)
-    weights = case.router_weights.split(lengths)
-    parts = [case.routed[p.start : p.stop] for p in placement]
-    routed: list[list[Any]] = [[part.gate, part.up, part.down] for part in parts]
-    if precision == "mxfp8":
-        routed = [[mxfp8_quantize(w, transposed=False) for w in part] for part in routed]
-    shared = case.shared
-    shared_weights: tuple[Any, Any, Any] = (
-        (shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)
-    )
-
-    each = place.each
-    gate_up_down: tuple[Any, Any, Any] = tuple(  # type: ignore[assignment]
-        each([weights[i] for weights in routed]) for i in range(3)
-    )
+    layer = lay_out(case, lengths, backend, config, precision)
 
     def run() -> Tensor:
-        schedule = functional.build_schedule(
-            workspace, config, each(ids), num_local_experts=each([len(p) for p in placement])
-        )
-        arguments = (
-            each(x),
-            each(weights),
-            *shared_weights,
-            *gate_up_down,
-            case.swiglu_limit,
-        )
-        output, context = functional.forward(
-            config, workspace, schedule, *arguments, save_context=dy is not None
-        )
+        schedule = layer.schedule()
+        output, context = layer.forward(schedule, save_context=dy is not None)
         if dy is not None:
             assert context is not None
-            grads = each(dy.split(lengths))
-            functional.backward(config, workspace, schedule, context, grads, *arguments)
-        return place.together(output)
+            layer.backward(schedule, context, dy)
+        return layer.place.together(output)
 
     return run
 

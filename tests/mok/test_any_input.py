@@ -14,22 +14,6 @@ from tests.helpers_layer import SMALL, run_layer, with_routes
 TINY = dataclasses.replace(SMALL, schedule_capacity_multiplier=0.01)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.emulator, id="emulator"),
-        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-    ]
-)
-def device(request):
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
-    emulator = pytest.importorskip("mok.tools.emulator", reason="the emulator needs numba")
-    with emulator.Emulator("sm_90a", num_sms=6):
-        yield "cpu"
-
-
 @pytest.mark.parametrize("kind", ["one_expert", "duplicates"])
 def test_everything_to_one_rank_of_64(device, kind):
     """Upstream's capacity at this multiplier holds a 32nd of these rows."""

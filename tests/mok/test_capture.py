@@ -19,21 +19,6 @@ from tests.helpers_layer import Layer
 pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.emulator, id="emulator"),
-        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-    ]
-)
-def device(request):
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    emulator = pytest.importorskip("mok.tools.emulator", reason="the emulator needs numba")
-    with emulator.Emulator("sm_90a", num_sms=6):
-        yield "cpu"
-
-
 def make(device, **options):
     return random_case(
         Shape(60, 128, 64, 6, 2, 1, 64), kind="skewed", device=device, seed=2, **options

@@ -19,24 +19,6 @@ NAMES = ("x", "router_weights", "shared_gate", "shared_up", "shared_down", "rout
          "routed_up", "routed_down")  # fmt: skip
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.emulator, id="emulator"),
-        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-    ]
-)
-def device(request):
-    """The device to run on; inside the emulator for the CPU."""
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
-    from mok.tools.emulator import Emulator
-
-    with Emulator("sm_90a", num_sms=6):
-        yield "cpu"
-
-
 BAD_IDS = [
     (E, torch.int64),
     (-2, torch.int64),

@@ -20,20 +20,11 @@ CONFIG = MoKConfig(2, 2, 256, 512)
 OURS = Config(2, 2, 256, 512)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.emulator, id="emulator"),
-        pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-    ]
-)
-def device(request):
+@pytest.fixture
+def device(device):
+    """The device, with no workspace of an earlier test."""
     functional.clear_workspace_cache()
-    if request.param == "cuda":
-        yield torch.device("cuda", 0)
-    else:
-        emulator = pytest.importorskip("mok.tools.emulator", reason="the emulator needs numba")
-        with emulator.Emulator("sm_90a", num_sms=6):
-            yield torch.device("cpu")
+    yield torch.device(device, 0) if device == "cuda" else torch.device(device)
     functional.clear_workspace_cache()
 
 
