@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from . import mxfp8, ptx, ptx_fp8
+from . import mxfp8, ptx
 from .comm import IN_FLIGHT, Rows, source_row
 from .sync import select
 
@@ -65,8 +65,8 @@ def copy_along_rows(
         block = task // pairs
         at = Int64(first + block * mxfp8.BLOCK) * row_bytes + Int64((task - block * pairs) * 4)
         mxfp8.through_rows(
-            lambda row: ptx_fp8.load_4(source + at + Int64(row) * row_bytes),
-            lambda row, pair: ptx_fp8.store_4(target + at + Int64(row) * row_bytes, pair),
+            lambda row: ptx.load_4(source + at + Int64(row) * row_bytes),
+            lambda row, pair: ptx.store_4(target + at + Int64(row) * row_bytes, pair),
         )
 
 
@@ -111,7 +111,7 @@ def expand_row(ring, row, source, codes, valid, columns):
         at = [i * 2048 + j * 512 + first for j in range(4)]
         inside = [Int32(valid) * Int32(a < columns) > 0 for a in at]
         data = [ptx.load_16_if(source + Int64(a), ok) for a, ok in zip(at, inside)]
-        scale = [ptx_fp8.load_1_if(codes + Int64(a // 32), ok) for a, ok in zip(at, inside)]
+        scale = [ptx.load_1_if(codes + Int64(a // 32), ok) for a, ok in zip(at, inside)]
         for j in cutlass.range_constexpr(4):
             values = mxfp8.expand(data[j], mxfp8.power(scale[j]))
             if at[j] < columns:
@@ -136,7 +136,7 @@ def copy_quantised_row(ring, scales, row, source, codes, valid, columns):
     for word in cutlass.range(cute.arch.lane_idx(), columns // 128, 32, unroll=1):
         four = ptx.load_if(codes + Int64(4 * word), valid, Int32(0))
         offset = mxfp8.scale_offset(row, 4 * word, columns // 32)
-        ptx_fp8.store_4(scales + offset, Uint32(four))
+        ptx.store_4(scales + offset, Uint32(four))
 
 
 @cute.jit
@@ -172,8 +172,8 @@ def put(ring, scales, row, at, pairs, row_bytes, expanded: cutlass.Constexpr[boo
         four = four | cute.arch.shuffle_sync_bfly(four, offset=4)
         four = four | cute.arch.shuffle_sync_bfly(four, offset=8)
         if inside:
-            ptx_fp8.store_8(ring + (Int64(row) * row_bytes + at) // 2, *words)
+            ptx.store_8(ring + (Int64(row) * row_bytes + at) // 2, *words)
             if cute.arch.lane_idx() % 16 == 0:
                 blocks = Int32(row_bytes // (2 * mxfp8.BLOCK))
                 block = Int32(at // (2 * mxfp8.BLOCK))
-                ptx_fp8.store_4(scales + mxfp8.scale_offset(row, block, blocks), four)
+                ptx.store_4(scales + mxfp8.scale_offset(row, block, blocks), four)

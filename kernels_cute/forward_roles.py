@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import comm, comm_mxfp8, mxfp8, program, ptx, ptx_fp8, sync, trace
+from . import comm, comm_mxfp8, mxfp8, program, ptx, sync, trace
 from .epilogue import quantise
 from .epilogue.swiglu import swiglu
 from .gemm.operands import RowSource, Tma
@@ -400,7 +400,7 @@ class ForwardRoles(MegaKernel):
             if cutlass.const_expr(piece == up_n // mxfp8.BLOCK - 1):
                 row = self.row_tile(entry.ring_block) * main.CTA_ROWS + worker.row
                 offset = mxfp8.scale_offset(row, 4 * entry.n, ctx.sizes.intermediate // 32)
-                ptx_fp8.store_4(ctx.buffers.hidden_scales + offset, codes)
+                ptx.store_4(ctx.buffers.hidden_scales + offset, codes)
                 # TMA reads them. The store warp signals for this write, too: it waits for the chunk.
                 cute.arch.fence_proxy("async.global")
             words = mxfp8.quantise(packed, mxfp8.reciprocal(code))

@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import ptx, ptx_sm100, sync, tracing
+from . import ptx, sync, tracing
 from .epilogue.staging import RowStaging, Staging
 from .gemm import sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
@@ -239,7 +239,7 @@ class MegaKernel(Invariant):
             if self.hopper:
                 order = cute.arch.load(word, Int32)
             else:
-                order = ptx_sm100.cluster_load(ptx_sm100.cluster_address(word.toint(), Int32(0)))
+                order = ptx.cluster_load(ptx.cluster_address(word.toint(), Int32(0)))
         return Shared(
             queue,
             bars,
@@ -312,9 +312,9 @@ class MegaKernel(Invariant):
         if warp == MMA_WARP:
             cute.arch.alloc_tmem(columns, word, is_two_cta=True)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
-            ptx_sm100.tcgen05_before_sync()
+            ptx.tcgen05_before_sync()
         cute.arch.sync_threads()
-        ptx_sm100.tcgen05_after_sync()
+        ptx.tcgen05_after_sync()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, word)
         if warp < FIRST_RESULT_WARP:
             self.budget(0)

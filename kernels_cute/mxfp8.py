@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import ptx, ptx_fp8
+from . import ptx
 from .sync import select
 
 BLOCK = 32  # elements that share a scale
@@ -21,7 +21,7 @@ def magnitude(pairs) -> Uint32:
     """The largest magnitudes of some BF16x2, low halves and high halves apart; NaN does not count."""
     most = Uint32(0)
     for pair in pairs:
-        most = ptx_fp8.max_pairs(most, pair & Uint32(MAGNITUDE))
+        most = ptx.max_pairs(most, pair & Uint32(MAGNITUDE))
     return most
 
 
@@ -29,7 +29,7 @@ def magnitude_of_lanes(most: Uint32, lanes: int) -> Uint32:
     """``magnitude`` over ``lanes`` neighbouring lanes (a power of two); every lane gets it."""
     step = lanes // 2
     while step > 0:
-        most = ptx_fp8.max_pairs(most, cute.arch.shuffle_sync_bfly(most, offset=step))
+        most = ptx.max_pairs(most, cute.arch.shuffle_sync_bfly(most, offset=step))
         step //= 2
     return most
 
@@ -49,26 +49,26 @@ def scale_code(most: Uint32) -> Int32:
 
 def reciprocal(code: Int32) -> Float32:
     """2^(127 - code), 0 for code 254."""
-    return ptx_fp8.as_f32((254 - code) << 23)
+    return ptx.as_f32((254 - code) << 23)
 
 
 def power(code: Int32) -> Float32:
     """2^(code - 127); the subnormal 2^-127 for code 0."""
-    return ptx_fp8.as_f32(select(code == 0, Int32(0x400000), code << 23))
+    return ptx.as_f32(select(code == 0, Int32(0x400000), code << 23))
 
 
 def quantise(pairs, factor: Float32) -> list[Uint32]:
     """BF16x2 (an even number of them) times ``reciprocal`` as E4M3, four to a word."""
     values = [value for pair in pairs for value in ptx.unpack_bf16(pair)]
     scaled = [ptx.mul_rn(value, factor) for value in values]
-    return [ptx_fp8.pack_e4m3(*scaled[i : i + 4]) for i in range(0, len(scaled), 4)]
+    return [ptx.pack_e4m3(*scaled[i : i + 4]) for i in range(0, len(scaled), 4)]
 
 
 def expand(words, factor: Float32) -> list[Uint32]:
     """E4M3 words times ``power`` as BF16x2: exact, but for BF16's subnormals."""
     pairs = []
     for word in words:
-        a, b, c, d = (ptx.mul_rn(value, factor) for value in ptx_fp8.unpack_e4m3(word))
+        a, b, c, d = (ptx.mul_rn(value, factor) for value in ptx.unpack_e4m3(word))
         pairs += [ptx.pack_bf16(a, b), ptx.pack_bf16(c, d)]
     return pairs
 
@@ -89,8 +89,8 @@ def through_columns(first: Uint32, second: Uint32, codes: tuple[Int32, Int32]) -
     down = [reciprocal(code) for code in codes] * 2
     up = [power(code) for code in codes] * 2
     values = [*ptx.unpack_bf16(first), *ptx.unpack_bf16(second)]
-    word = ptx_fp8.pack_e4m3(*(ptx.mul_rn(v, f) for v, f in zip(values, down)))
-    a, b, c, d = (ptx.mul_rn(v, f) for v, f in zip(ptx_fp8.unpack_e4m3(word), up))
+    word = ptx.pack_e4m3(*(ptx.mul_rn(v, f) for v, f in zip(values, down)))
+    a, b, c, d = (ptx.mul_rn(v, f) for v, f in zip(ptx.unpack_e4m3(word), up))
     return [ptx.pack_bf16(a, b), ptx.pack_bf16(c, d)]
 
 
@@ -103,7 +103,7 @@ def through_rows(load: cutlass.Constexpr, store: cutlass.Constexpr):
     """
     most = Uint32(0)
     for row in cutlass.range(BLOCK, unroll=1):
-        most = ptx_fp8.max_pairs(most, load(row) & Uint32(MAGNITUDE))
+        most = ptx.max_pairs(most, load(row) & Uint32(MAGNITUDE))
     codes = (scale_code(most & Uint32(0xFFFF)), scale_code(most & Uint32(0xFFFF0000)))
     for row in cutlass.range(0, BLOCK, 2, unroll=1):
         pairs = through_columns(load(row), load(row + 1), codes)

@@ -11,7 +11,7 @@ import cutlass
 from cutlass import BFloat16, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
-from . import mxfp8, ptx, ptx_fp8, ptx_sm100
+from . import mxfp8, ptx
 
 THREADS = 256
 TILE = 128
@@ -75,7 +75,7 @@ class QuantiseKernel:
         for i in cutlass.range_constexpr(TILE * TILE // 8 // THREADS):
             row, column = (thread + i * THREADS) // 16, (thread + i * THREADS) % 16 * 8
             at = plane + Int64(first_row + row) * Int64(columns) + Int64(first_column + column)
-            ptx_sm100.shared_store_16(
+            ptx.shared_store_16(
                 shared + row * ROW_BYTES + 2 * column, *ptx.load_16(source + 2 * at)
             )
         cute.arch.sync_threads()
@@ -98,7 +98,7 @@ class QuantiseKernel:
         """One block of 32 columns."""
         pairs = []
         for j in cutlass.range_constexpr(4):
-            pairs += [*ptx_fp8.shared_load_16(address + 16 * j)]
+            pairs += [*ptx.shared_load_16(address + 16 * j)]
         code = mxfp8.scale_code(mxfp8.magnitude(pairs))
         at = plane + Int64(row) * Int64(columns) + Int64(column)
         if cutlass.const_expr(self.expanded):
@@ -114,7 +114,7 @@ class QuantiseKernel:
     @cute.jit
     def along_column(self, address, plane, row, column, target, scales, rows, columns):
         """One block of 32 rows in each of two neighbouring columns."""
-        words = [ptx_fp8.shared_load_4(address + i * ROW_BYTES) for i in range(32)]
+        words = [ptx.shared_load_4(address + i * ROW_BYTES) for i in range(32)]
         # Low halves are the first column, high halves the second.
         most = mxfp8.magnitude(words)
         codes = [
@@ -130,7 +130,7 @@ class QuantiseKernel:
                 a, b = first[i // 2], second[i // 2]
                 half = ptx.bf16_high if i % 2 else ptx.bf16_low
                 at = plane + Int64(row + i) * Int64(columns) + Int64(column)
-                ptx_fp8.store_4(target + 2 * at, ptx.pack_bf16(half(a), half(b)))
+                ptx.store_4(target + 2 * at, ptx.pack_bf16(half(a), half(b)))
         else:
             for c in cutlass.range_constexpr(2):
                 data = mxfp8.quantise(split[c], mxfp8.reciprocal(codes[c]))
@@ -146,4 +146,4 @@ class QuantiseKernel:
             at = mxfp8.scale_offset(row, block, row_blocks)
         else:
             at = Int64(row) * Int64(row_blocks) + Int64(block)
-        ptx_fp8.store_1(scales + plane // 32 + at, Uint32(code))
+        ptx.store_1(scales + plane // 32 + at, Uint32(code))

@@ -3,7 +3,7 @@
 import cuda.bindings.driver as cuda
 from cutlass import Int32, Int64, Uint32, cute
 
-from . import mxfp8, ptx, ptx_fp8
+from . import mxfp8, ptx
 
 THREADS = 256
 COLUMNS = 8  # of a thread; four threads share a block
@@ -43,7 +43,7 @@ class QuantiseRowsKernel:
             pairs = ptx.load_16_if(x + 2 * at, at < elements)
             code = mxfp8.scale_code(mxfp8.magnitude_of_lanes(mxfp8.magnitude(pairs), 4))
             if at < elements:
-                ptx_fp8.store_8(data + at, *mxfp8.quantise(pairs, mxfp8.reciprocal(code)))
+                ptx.store_8(data + at, *mxfp8.quantise(pairs, mxfp8.reciprocal(code)))
                 if cute.arch.lane_idx() % 4 == 0:
-                    ptx_fp8.store_1(scales + at // mxfp8.BLOCK, Uint32(code))
+                    ptx.store_1(scales + at // mxfp8.BLOCK, Uint32(code))
             first += step

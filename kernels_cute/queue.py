@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from . import ptx, ptx_sm100
+from . import ptx
 from .invariant import Invariant
 from .sync import advance, select
 
@@ -132,7 +132,7 @@ class PairQueue(TaskQueue):
     def wait_free(self, index: Int32, phase: Int32) -> None:
         """Return once slot ``index`` is free in both CTAs (the producer's whole warp)."""
         cute.arch.mbarrier_wait(self.empty + index, phase ^ 1)
-        ptx_sm100.cluster_wait((self.freed + index).toint(), phase ^ 1)
+        ptx.cluster_wait((self.freed + index).toint(), phase ^ 1)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -144,12 +144,12 @@ class PairQueue(TaskQueue):
             self.fill(entry, index)
         if lane == 1:
             slot = (self.words + index * WORDS).toint()
-            target = ptx_sm100.cluster_address(slot, Int32(1))
+            target = ptx.cluster_address(slot, Int32(1))
             words = [*entry, *[Int32(0)] * (-len(entry) % 4)]
             for i in cutlass.range_constexpr(0, len(words), 4):
-                ptx_sm100.cluster_store_16(target + 4 * i, *words[i : i + 4])
+                ptx.cluster_store_16(target + 4 * i, *words[i : i + 4])
             arrived = (self.arrived + index).toint()
-            ptx_sm100.cluster_arrive(ptx_sm100.cluster_address(arrived, Int32(1)))
+            ptx.cluster_arrive(ptx.cluster_address(arrived, Int32(1)))
 
     @cute.jit
     def relay(self, end: cutlass.Constexpr[int]):
@@ -162,7 +162,7 @@ class PairQueue(TaskQueue):
         first = Int32(1)
         kind = Int32(end + 1)
         while kind != end:
-            ptx_sm100.cluster_wait((self.arrived + index).toint(), phase)
+            ptx.cluster_wait((self.arrived + index).toint(), phase)
             kind = cute.arch.load(self.words + index * WORDS, Int32)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
@@ -172,7 +172,7 @@ class PairQueue(TaskQueue):
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
                     freed = (self.freed + last).toint()
-                    ptx_sm100.cluster_arrive(ptx_sm100.cluster_address(freed, Int32(0)))
+                    ptx.cluster_arrive(ptx.cluster_address(freed, Int32(0)))
             first = Int32(0)
             last, last_phase = index, phase
             index, phase = next_slot(index, phase)

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import ptx, ptx_sm100
+from .. import ptx
 from ..epilogue.swiglu import swiglu_backward
 from ..invariant import Invariant
 from ..machine import CHUNK_N
@@ -113,8 +113,7 @@ class Results(Invariant):
         valid = (column < inner) & (exists != 0)
         offset = Int64(column) * 2
         return [
-            ptx_sm100.load_32_if(base + offset, valid)
-            + ptx_sm100.load_32_if(base + offset + 32, valid)
+            ptx.load_32_if(base + offset, valid) + ptx.load_32_if(base + offset + 32, valid)
             for base in (gate, up)
         ]
 
@@ -183,9 +182,9 @@ class Results(Invariant):
             for i in cutlass.range_constexpr(0, len(values), 4):
                 at, four = address + 4 * i, values[i : i + 4]
                 if cutlass.const_expr(mode == "fp32_add"):
-                    old = ptx_sm100.load_f32_4(at)
+                    old = ptx.load_f32_4(at)
                     four = [ptx.add_rn(old[j], four[j]) for j in range(4)]
-                ptx_sm100.store_f32_4(at, four)
+                ptx.store_f32_4(at, four)
         else:
             for i in cutlass.range_constexpr(0, len(values), 8):
                 at, eight = address + 2 * i, values[i : i + 8]

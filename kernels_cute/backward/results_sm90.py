@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import mxfp8, ptx, ptx_fp8, ptx_sm100
+from .. import mxfp8, ptx
 from ..epilogue.router_grad import add_butterfly
 from ..epilogue.swiglu import swiglu_backward
 from ..invariant import Invariant
@@ -126,10 +126,10 @@ class Results(Invariant):
         row = first + pair
         for base in (sA, sB):
             at = [base + row * 128 + (((4 * which + j) ^ (row & 7)) << 4) for j in range(4)]
-            pairs = [word for address in at for word in ptx_fp8.shared_load_16(address)]
+            pairs = [word for address in at for word in ptx.shared_load_16(address)]
             values = mxfp8.through(pairs, mxfp8.scale_code(mxfp8.magnitude(pairs)))
             for j in cutlass.range_constexpr(4):
-                ptx_sm100.shared_store_16(at[j], *values[4 * j : 4 * j + 4])
+                ptx.shared_store_16(at[j], *values[4 * j : 4 * j + 4])
 
     @cute.jit
     def quantise_rows(self, source, target, row_bytes, first, pair):
@@ -137,12 +137,12 @@ class Results(Invariant):
 
         def load(row):
             at = first + row
-            return ptx_fp8.shared_load_4(
+            return ptx.shared_load_4(
                 source + at * 128 + (((pair >> 2) ^ (at & 7)) << 4) + (pair & 3) * 4
             )
 
         mxfp8.through_rows(
-            load, lambda row, word: ptx_fp8.store_4(target + Int64(row) * row_bytes, word)
+            load, lambda row, word: ptx.store_4(target + Int64(row) * row_bytes, word)
         )
 
     @cute.jit

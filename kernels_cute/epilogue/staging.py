@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from .. import ptx, ptx_sm100, sync
+from .. import ptx, sync
 from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, sw128_atom
 from ..invariant import Invariant
 from ..sync import advance, select
@@ -209,7 +209,7 @@ class RowStaging(Staging):
 
     def write_8(self, packed, address: Int32, row: Int32, column: int) -> None:
         """16-byte column ``column`` of this thread's row ``row``."""
-        ptx_sm100.shared_store_16(address + ((column ^ (row % 8)) << 4), *packed)
+        ptx.shared_store_16(address + ((column ^ (row % 8)) << 4), *packed)
 
     @cute.jit
     def put_bytes(

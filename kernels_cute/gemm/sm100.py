@@ -35,7 +35,7 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
-from .. import ptx_sm100
+from .. import ptx
 from ..invariant import Invariant
 from ..machine import BLACKWELL
 from ..matrix import matrix
@@ -292,7 +292,7 @@ class Mainloop(Invariant):
             full = (bars.full + stage).toint() & FIRST_CTA
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(8):
-                    ptx_sm100.tma_gather_4(
+                    ptx.tma_gather_4(
                         target + stage * self.a_bytes + i * (4 * 128),
                         descriptor,
                         k * self.TILE_K,
@@ -341,7 +341,7 @@ class Mainloop(Invariant):
             with cute.arch.elect_one():
                 for strip in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(4):
-                        ptx_sm100.tma_gather_4(
+                        ptx.tma_gather_4(
                             target + stage * self.a_bytes + strip * 8192 + i * (4 * 128),
                             descriptor,
                             first_column + strip * 64,
@@ -402,15 +402,15 @@ class Mainloop(Invariant):
         With ``is_set`` the epilogue has written a first value of the accumulator (``set_first``), to which
         the products are added; without it there must be at least one step.
         """
-        ptx_sm100.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
+        ptx.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
         if cutlass.const_expr(not isinstance(is_set, bool)):
             if is_set:
-                ptx_sm100.cluster_wait(bars.acc_set.toint(), set_phase)
-        ptx_sm100.tcgen05_after_sync()
+                ptx.cluster_wait(bars.acc_set.toint(), set_phase)
+        ptx.tcgen05_after_sync()
         target = tCtAcc[None, None, None, self.place(acc, acc_phase)]
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.full + stage, phase)
-            ptx_sm100.tcgen05_after_sync()
+            ptx.tcgen05_after_sync()
             mma = self.tiled_mma(majors)
             for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                 add = Boolean((k > 0) | is_set) if k_block == 0 else True
@@ -432,7 +432,7 @@ class Mainloop(Invariant):
     def finish_mma(self, bars: Bars, acc: Int32, acc_phase: Int32):
         """Wait until both accumulators are empty: the other CTA's last arrivals are here."""
         for _ in cutlass.range(self.acc_stages, unroll=1):
-            ptx_sm100.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
+            ptx.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
             acc, acc_phase = advance(acc, acc_phase, self.acc_stages)
 
     # ---- accumulators for the epilogue ----
@@ -448,37 +448,37 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """Have the accumulator of the next task. Returns which, and its phase."""
         cute.arch.mbarrier_wait(bars.acc_full + acc, phase)
-        ptx_sm100.tcgen05_after_sync()
+        ptx.tcgen05_after_sync()
         return acc, phase
 
     def columns(self, worker: Worker, acc: Int32, *first: int) -> list[list[Float32]]:
         """32 accumulator columns of this lane's row from each of ``first`` on."""
         base = worker.tmem + acc * self.tile_n
-        return ptx_sm100.tmem_load(*[base + at for at in first])
+        return ptx.tmem_load(*[base + at for at in first])
 
     def set_first(self, worker: Worker, acc: Int32, first: int, values: list[Float32]) -> None:
         """Write 32 columns of this lane's row from ``first`` on; ``hand_first`` passes them to the MMA."""
-        ptx_sm100.tmem_store(worker.tmem + acc * self.tile_n + first, values)
+        ptx.tmem_store(worker.tmem + acc * self.tile_n + first, values)
 
     @cute.jit
     def hand_first(self, bars: Bars):
         """This warp has written the first value of the next accumulator."""
-        ptx_sm100.tmem_store_wait()
-        ptx_sm100.tcgen05_before_sync()
+        ptx.tmem_store_wait()
+        ptx.tcgen05_before_sync()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            ptx_sm100.cluster_arrive(ptx_sm100.cluster_address(bars.acc_set.toint(), Int32(0)))
+            ptx.cluster_arrive(ptx.cluster_address(bars.acc_set.toint(), Int32(0)))
 
     @cute.jit
     def give_back(
         self, worker: Worker, bars: Bars, acc: Int32, phase: Int32
     ) -> tuple[Int32, Int32]:
         """The epilogue has read the accumulator. Returns the next one and its phase."""
-        ptx_sm100.tcgen05_before_sync()
+        ptx.tcgen05_before_sync()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            empty = ptx_sm100.cluster_address((bars.acc_empty + acc).toint(), Int32(0))
-            ptx_sm100.cluster_arrive(empty)
+            empty = ptx.cluster_address((bars.acc_empty + acc).toint(), Int32(0))
+            ptx.cluster_arrive(empty)
         return advance(acc, phase, self.acc_stages)
 
 

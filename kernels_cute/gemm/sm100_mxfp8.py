@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from .. import mxfp8, ptx_sm100
+from .. import mxfp8, ptx
 from ..matrix import matrix
 from ..sync import advance, select, select_f32
 from . import sm100
@@ -178,8 +178,8 @@ class Mainloop(sm100.Mainloop):
         acc_phase: Int32,
     ) -> tuple[Int32, Int32]:
         """``mma_tile`` of a task with scales; ``tmem``: the base of tensor memory."""
-        ptx_sm100.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
-        ptx_sm100.tcgen05_after_sync()
+        ptx.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
+        ptx.tcgen05_after_sync()
         target = tmem + acc_phase * PLACE
         scales_a, scales_b = tmem + SCALES, tmem + SCALES + 4
         sA, sB = storage.sA.data_ptr().toint(), storage.sB.data_ptr().toint()
@@ -187,18 +187,18 @@ class Mainloop(sm100.Mainloop):
         tile = mxfp8.TILE_BYTES
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.full + stage, phase)
-            ptx_sm100.tcgen05_after_sync()
+            ptx.tcgen05_after_sync()
             with cute.arch.elect_one():
-                ptx_sm100.copy_scales(scales_a, descriptor(SCALE, sSA + stage * tile))
+                ptx.copy_scales(scales_a, descriptor(SCALE, sSA + stage * tile))
                 for half in cutlass.range_constexpr(2):
                     at = sSB + (2 * stage + half) * tile
-                    ptx_sm100.copy_scales(scales_b + 4 * half, descriptor(SCALE, at))
+                    ptx.copy_scales(scales_b + 4 * half, descriptor(SCALE, at))
                 for block in cutlass.range_constexpr(4):
                     at = 32 * block
                     accumulate = Int32(1)
                     if cutlass.const_expr(block == 0):
                         accumulate = select(k > 0, Int32(1), Int32(0))
-                    ptx_sm100.mma_mxfp8(
+                    ptx.mma_mxfp8(
                         target,
                         descriptor(OPERAND, sA + stage * self.a_bytes + at),
                         descriptor(OPERAND, sB + stage * self.b_bytes + at),
@@ -229,15 +229,15 @@ class Mainloop(sm100.Mainloop):
         Returns the place and the phase.
         """
         cute.arch.mbarrier_wait(bars.acc_full, phase)
-        ptx_sm100.tcgen05_after_sync()
-        (columns,) = ptx_sm100.tmem_load(worker.tmem + PLACE, width=SHARED)
+        ptx.tcgen05_after_sync()
+        (columns,) = ptx.tmem_load(worker.tmem + PLACE, width=SHARED)
         for i in cutlass.range_constexpr(SHARED):
             worker.kept[i] = columns[i]
-        ptx_sm100.tcgen05_before_sync()
+        ptx.tcgen05_before_sync()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            empty = ptx_sm100.cluster_address(bars.acc_empty.toint(), Int32(0))
-            ptx_sm100.cluster_arrive(empty)
+            empty = ptx.cluster_address(bars.acc_empty.toint(), Int32(0))
+            ptx.cluster_arrive(empty)
         return phase, phase
 
     def columns(
@@ -268,7 +268,7 @@ class Mainloop(sm100.Mainloop):
                 addresses.append(address)
                 kept.append(shared)
         values = []
-        for loaded, shared in zip(ptx_sm100.tmem_load(*addresses, width=SHARED), kept):
+        for loaded, shared in zip(ptx.tmem_load(*addresses, width=SHARED), kept):
             if shared is not None:
                 pairs = zip(loaded, range(SHARED))
                 loaded = [select_f32(shared, worker.kept[i], value) for value, i in pairs]

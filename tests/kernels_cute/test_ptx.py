@@ -10,8 +10,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from mok.kernels_cute import ptx, ptx_fp8
+from mok.kernels_cute import ptx
 from tests.helpers import opcodes
+from tests.kernels_cute.test_ptx_sm100 import CLUSTER, TENSOR
 
 
 class OneFunction:
@@ -100,17 +101,17 @@ CASES = {
     "trap": (lambda a, w, x: ptx.trap(), "trap"),
 }
 FP8 = {
-    "max_pairs": (lambda a, w, x: ptx_fp8.max_pairs(w, w), "max.bf16x2"),
-    "as_f32": (lambda a, w, x: ptx_fp8.as_f32(Int32(w)), "mov.b32"),
-    "pack_e4m3": (lambda a, w, x: ptx_fp8.pack_e4m3(x, x, x, x), "cvt.rn.satfinite.e4m3x2.f32"),
-    "unpack_e4m3": (lambda a, w, x: ptx_fp8.unpack_e4m3(w)[3], "cvt.rn.f16x2.e4m3x2"),
-    "shared_load_16": (lambda a, w, x: ptx_fp8.shared_load_16(Int32(w))[1], "ld.shared.v4.b32"),
-    "shared_load_4": (lambda a, w, x: ptx_fp8.shared_load_4(Int32(w)), "ld.shared.b32"),
-    "load_4": (lambda a, w, x: ptx_fp8.load_4(a), "ld.global.L1::no_allocate.b32"),
-    "store_8": (lambda a, w, x: ptx_fp8.store_8(a, w, w), "st.global.v2.b32"),
-    "store_4": (lambda a, w, x: ptx_fp8.store_4(a, w), "st.global.b32"),
-    "store_1": (lambda a, w, x: ptx_fp8.store_1(a, w), "st.global.b8"),
-    "load_1_if": (lambda a, w, x: ptx_fp8.load_1_if(a, w > 0), "ld.global.L1::no_allocate.u8"),
+    "max_pairs": (lambda a, w, x: ptx.max_pairs(w, w), "max.bf16x2"),
+    "as_f32": (lambda a, w, x: ptx.as_f32(Int32(w)), "mov.b32"),
+    "pack_e4m3": (lambda a, w, x: ptx.pack_e4m3(x, x, x, x), "cvt.rn.satfinite.e4m3x2.f32"),
+    "unpack_e4m3": (lambda a, w, x: ptx.unpack_e4m3(w)[3], "cvt.rn.f16x2.e4m3x2"),
+    "shared_load_16": (lambda a, w, x: ptx.shared_load_16(Int32(w))[1], "ld.shared.v4.b32"),
+    "shared_load_4": (lambda a, w, x: ptx.shared_load_4(Int32(w)), "ld.shared.b32"),
+    "load_4": (lambda a, w, x: ptx.load_4(a), "ld.global.L1::no_allocate.b32"),
+    "store_8": (lambda a, w, x: ptx.store_8(a, w, w), "st.global.v2.b32"),
+    "store_4": (lambda a, w, x: ptx.store_4(a, w), "st.global.b32"),
+    "store_1": (lambda a, w, x: ptx.store_1(a, w), "st.global.b8"),
+    "load_1_if": (lambda a, w, x: ptx.load_1_if(a, w > 0), "ld.global.L1::no_allocate.u8"),
 }
 
 
@@ -133,11 +134,10 @@ def test_fp8_instruction(name, arch, compiled_ptx):
     assert found >= 1 if instruction == "mov.b32" else found == (2 if "e4m3" in name else 1)
 
 
-@pytest.mark.parametrize(("module", "cases"), [(ptx, CASES), (ptx_fp8, FP8)])
-def test_every_function_is_tested(module, cases):
-    functions = inspect.getmembers(module, inspect.isfunction)
-    own = {name for name, f in functions if f.__module__ == module.__name__ and name[0] != "_"}
-    assert {name.split()[0] for name in cases} == own
+def test_every_function_is_tested():
+    functions = inspect.getmembers(ptx, inspect.isfunction)
+    own = {name for name, f in functions if f.__module__ == ptx.__name__ and name[0] != "_"}
+    assert {name.split()[0] for name in (*CASES, *FP8, *CLUSTER, *TENSOR)} == own
 
 
 def test_a_load_that_is_off_keeps_the_other_value(compiled_ptx):
