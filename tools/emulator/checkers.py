@@ -189,9 +189,9 @@ class Checker:
                 uninit,
             )
 
-    def smem(self, cta: "Cta", offset: int, size: int, write: bool) -> None:
+    def smem(self, cta: "Cta", offset: int, size: int, write: bool, more: int = 0) -> None:
         base = self.shadow[cta.index].ctypes.data + race.RECORD * (offset >> 2)
-        kind = (race.WRITE if write else race.READ) | race.ASYNC
+        kind = (race.WRITE if write else race.READ) | race.ASYNC | more
         self._check(base, size >> 2, kind, cta.smem.ctypes.data + offset, not write)
 
     def smem_chunks(self, cta: "Cta", chunks: np.ndarray) -> None:

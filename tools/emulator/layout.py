@@ -205,6 +205,8 @@ F_RACE: Final = 13
 F_PROXY: Final = 14
 F_EXITED: Final = 15
 F_SCOPE: Final = 16
+F_CLUSTER: Final = 17
+F_REPLY: Final = 18
 
 FAULT_TEXT: Final = {
     F_OOB_SHARED: "shared memory access out of bounds",
@@ -222,6 +224,8 @@ FAULT_TEXT: Final = {
     F_RACE: "data race",
     F_EXITED: "access to the shared memory of a CTA that has exited",
     F_SCOPE: "an ordered access to another GPU's memory needs scope sys",
+    F_CLUSTER: "cluster barrier misuse: every wait follows one arrival of the thread",
+    F_REPLY: "a launch query's reply over what a warp has read, without fence.proxy.async between",
     F_PROXY: "asynchronous read of generic writes without fence.proxy.async between",
 }
 

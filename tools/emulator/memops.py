@@ -54,7 +54,7 @@ from mok.tools.emulator.memory import (
     store_late,
 )
 from mok.tools.emulator.numerics import max_f32, min_f32, pair_op
-from mok.tools.emulator.race import COPY, check_access, ordered
+from mok.tools.emulator.race import COPY, check_access, ordered, strong_kind
 from mok.tools.emulator.syncops import sleep_on
 
 _I = np.int64
@@ -100,7 +100,8 @@ def op_load(X, W, c, R, m, pc):
         if host == 0 or (poll and not reaches(X, W, host, x >> 20, l)):
             return 2
         if check:
-            check_access(X, W, space, ld64(a + 8 * l) + offset, host, size * n, 2 * poll, pc, l)
+            how = strong_kind(x >> 20) if poll else _I(0)
+            check_access(X, W, space, ld64(a + 8 * l) + offset, host, size * n, how, pc, l)
             if poll:
                 ordered(X, W, host, True, False, (x >> 17) & 1, 0, _I(x >> 20))
         for i in range(n):
@@ -154,7 +155,8 @@ def op_store(X, W, c, R, m, pc):
             return 2
         if check:
             addr = ld64(a + 8 * l) + offset
-            check_access(X, W, space, addr, host, size * n, 1 | 2 * strong, pc, l)
+            how = strong_kind(x >> 20) if strong else _I(0)
+            check_access(X, W, space, addr, host, size * n, 1 | how, pc, l)
             if strong:
                 ordered(X, W, host, False, True, 0, (x >> 17) & 1, x >> 20)
         late = ld64(X + 8 * X_LATE) != 0
@@ -242,7 +244,8 @@ def op_atomic(X, W, c, R, m, pc):
             return 2
         if check:
             addr = ld64(a + 8 * l) + offset
-            check_access(X, W, space, addr, host, size * n, 3, pc, l)
+            how = 1 | strong_kind(x >> 20)
+            check_access(X, W, space, addr, host, size * n, how, pc, l)
             ordered(X, W, host, True, True, (x >> 17) & 1, (x >> 18) & 1, x >> 20)
         if ld64(X + 8 * X_LATE) != 0 and ((x >> 18) & 1 or is_peers(X, host)):
             flush_late(X)
