@@ -150,7 +150,9 @@ def test_impossible_competitors(wrong):
 def test_a_reply_over_one_that_was_read_needs_a_proxy_fence(seed):
     """As PTX's own example of try_cancel has it: the warp reads, the asynchronous proxy writes."""
     bare = LOOP.replace("fence.proxy.async.shared::cta;", "")
-    with pytest.raises(KernelFault, match=r"launch query's reply(.|\n)*try_cancel(.|\n)*ld\.shared"):
+    with pytest.raises(
+        KernelFault, match=r"launch query's reply(.|\n)*try_cancel(.|\n)*ld\.shared"
+    ):
         tiles(bare, seed=seed, check=True)
     done, _ = tiles(
         bare.replace("mbarrier.arrive.expect", "fence.proxy.async;\nmbarrier.arrive.expect"),

@@ -1,0 +1,140 @@
+"""The megakernels that ``tests.kernel_mutations`` damages, and the cases that each is tried on.
+
+Few stages, so that each is filled again and again. The cases of a build differ in what they exercise:
+
+    small    one cluster computes; a ring of one block is refilled twice
+    wide     several tiles and more K steps than stages in every kind of task, several clusters; the last
+             columns of a tile exist, so that a store that was not waited for is missed
+    halves   blocks with rows in both CTAs of a pair, a ring of two
+    idle     nothing for the comm workers, more clusters than tasks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from mok.config import Shape
+from mok.kernels_cute.machine import machine_of
+from mok.reference import random_case
+from mok.tools.emulator.mutations import Mutation
+from tests.forward_runs import ForwardRun, emulated, forward_kernel
+
+Outcome = list[torch.Tensor]
+Rewrite = Callable[[str], str] | None
+# Normal runs take less than a million warp instructions.
+MAX_STEPS = 2_000_000
+STAGES = 2
+
+
+class Forward(NamedTuple):
+    """A forward case: sizes, and the launch; the macrobatch in tiles of rows."""
+
+    shape: Shape
+    macrobatch: int
+    grid: int
+    num_sms: int
+    num_comm_ctas: int = 0
+    kind: str = "random"
+
+
+class Build:
+    """A kernel, and its cases."""
+
+    cases: tuple
+
+    def ptx(self) -> str:
+        """The kernel's text."""
+        raise NotImplementedError
+
+    def run(self, case: Any, rewrite: Rewrite, seed: int | None) -> tuple[Outcome, set[int]]:
+        """What the kernel leaves behind, and the PTX lines it ran.
+
+        Raises:
+            EmulatorError: a checker's report.
+        """
+        raise NotImplementedError
+
+    def damage(self, ptx: str, mutation: Mutation) -> Callable[[str], str]:
+        """Damages the build's kernel, and leaves others that the case launches alone."""
+        damaged = mutation.apply(ptx)
+        return lambda text: damaged if text == ptx else text
+
+
+class ForwardBuild(Build):
+    """The forward kernel in one rank's launch."""
+
+    def __init__(self, arch: str, direct: bool, *cases: Forward):
+        self.arch, self.direct, self.cases = arch, direct, cases
+
+    def ptx(self) -> str:
+        return forward_kernel(self.arch, direct=self.direct, mxfp8=False, stages=STAGES).ptx
+
+    def run(self, case: Forward, rewrite: Rewrite, seed: int | None) -> tuple[Outcome, set[int]]:
+        tile = machine_of(self.arch).tile_m
+        with emulated(self.arch, case.num_sms, seed, check=True) as emu:
+            emu.rewrite, emu.max_steps = rewrite, MAX_STEPS
+            run = ForwardRun(
+                random_case(case.shape, kind=case.kind),
+                self.arch,
+                1 if self.direct else 2,
+                minibatch=tile,
+                macrobatch=case.macrobatch * tile,
+                grid=case.grid,
+                num_comm_ctas=case.num_comm_ctas,
+                num_sms=case.num_sms,
+                stages=STAGES,
+            )
+            # The rank with fewer rows: with all routes to one expert, it has none.
+            rows = [schedule.num_tokens for schedule in run.schedules]
+            run.launch(rows.index(min(rows)), emu.register)
+            lines = emu.report.lines
+        saved = run.saved[0]
+        y = [saved["y"]] if run.direct else []
+        return [t.view(torch.int16).clone() for t in (run.heap, saved["shared_y"], *y)], lines
+
+
+SMALL = Shape(16, 128, 64, 6, 2, shared_intermediate_size=64)
+WIDE = Shape(520, 512, 256, 4, 2, shared_intermediate_size=256)
+HALVES = Shape(440, 64, 128, 4, 2, shared_intermediate_size=64)
+IDLE = Shape(32, 64, 64, 2, 1, shared_intermediate_size=64)
+# With all rows on one rank; on Hopper, whose tile has half the rows.
+DIRECT_WIDE = Shape(300, 512, 256, 2, 2, shared_intermediate_size=256)
+HALF_WIDE = Shape(260, 512, 256, 4, 2, shared_intermediate_size=256)
+
+BUILDS: dict[str, Build] = {
+    "ring": ForwardBuild(
+        "sm_100a",
+        False,
+        Forward(SMALL, 1, 16, 4, 2),
+        Forward(WIDE, 2, 12, 8, 4),
+        Forward(HALVES, 2, 12, 8, 4),
+        Forward(IDLE, 1, 24, 8, 4, "one_expert"),
+    ),
+    "direct": ForwardBuild(
+        "sm_100a",
+        True,
+        Forward(SMALL, 1, 16, 2),
+        Forward(DIRECT_WIDE, 2, 12, 6),
+        Forward(HALVES, 2, 12, 6),
+        Forward(IDLE, 1, 24, 4, 0, "one_expert"),
+    ),
+    "hopper-ring": ForwardBuild(
+        "sm_90a",
+        False,
+        Forward(SMALL, 1, 2, 2, 1),
+        Forward(HALF_WIDE, 2, 6, 6, 2),
+        Forward(HALVES, 2, 6, 6, 2),
+        Forward(IDLE, 1, 8, 8, 4, "one_expert"),
+    ),
+    "hopper-direct": ForwardBuild(
+        "sm_90a",
+        True,
+        Forward(SMALL, 1, 1, 1),
+        Forward(HALF_WIDE, 2, 4, 4),
+        Forward(HALVES, 2, 4, 4),
+        Forward(IDLE, 1, 8, 8, 0, "one_expert"),
+    ),
+}
