@@ -19,7 +19,10 @@ import torch
 from mok.config import Shape
 from mok.kernels_cute.machine import machine_of
 from mok.reference import random_case
+from mok.runtime.compile import get_kernel
 from mok.tools.emulator.mutations import Mutation
+from tests.backward_cases import Layer
+from tests.backward_runs import BackwardRun, _Rank
 from tests.forward_runs import ForwardRun, emulated, forward_kernel
 
 Outcome = list[torch.Tensor]
@@ -96,6 +99,61 @@ class ForwardBuild(Build):
         return [t.view(torch.int16).clone() for t in (run.heap, saved["shared_y"], *y)], lines
 
 
+class Backward(NamedTuple):
+    """A backward case: the layer call, and the launch."""
+
+    layer: Layer
+    grid: int
+    num_sms: int
+    num_comm_ctas: int = 0
+
+
+class BackwardBuild(Build):
+    """The backward kernel in rank 0's launch; forward and the plan have run before, undamaged."""
+
+    def __init__(self, arch: str, *cases: Backward):
+        self.arch, self.cases = arch, cases
+        self.ready: dict[Backward, tuple[BackwardRun, _Rank, torch.Tensor]] = {}
+
+    def prepare(self, case: Backward) -> tuple[BackwardRun, _Rank, torch.Tensor]:
+        """The run and its rank before the backward kernel, and a copy of the heap."""
+        if case not in self.ready:
+            run = case.layer.make_run(
+                *case.layer.inputs(False, "cpu"),
+                self.arch,
+                grid=case.grid,
+                num_comm_ctas=case.num_comm_ctas,
+                stages=STAGES,
+            )
+            rank = _Rank(run, 0)
+            with emulated(self.arch, case.num_sms) as emu:
+                emu.register(run.heap, run.record)
+                rank.forward()
+                plan = rank.plan()
+            rank.plan = lambda: {name: t.clone() for name, t in plan.items()}  # type: ignore
+            self.ready[case] = run, rank, run.heap.clone()
+        return self.ready[case]
+
+    def ptx(self) -> str:
+        return get_kernel(self.prepare(self.cases[0])[0].spec).ptx
+
+    def run(self, case: Backward, rewrite: Rewrite, seed: int | None) -> tuple[Outcome, set[int]]:
+        run, rank, heap = self.prepare(case)
+        run.heap.copy_(heap)
+        rank.keep.clear()
+        rank.outputs = rank.make_outputs()
+        results = [rank.dx, rank.dw_partial, rank.shared_dx, rank.shared_dw_partial]
+        for tensor in results:
+            tensor.fill_(torch.nan)
+        with emulated(self.arch, case.num_sms, seed, check=True) as emu:
+            emu.rewrite, emu.max_steps = rewrite, MAX_STEPS
+            emu.register(run.heap, run.record)
+            rank.backward()
+            lines = emu.report.lines
+        results += [run.heap, *rank.outputs.values()]
+        return [t.view(torch.uint8).clone() for t in results], lines
+
+
 SMALL = Shape(16, 128, 64, 6, 2, shared_intermediate_size=64)
 WIDE = Shape(520, 512, 256, 4, 2, shared_intermediate_size=256)
 HALVES = Shape(440, 64, 128, 4, 2, shared_intermediate_size=64)
@@ -136,5 +194,17 @@ BUILDS: dict[str, Build] = {
         Forward(HALF_WIDE, 2, 4, 4),
         Forward(HALVES, 2, 4, 4),
         Forward(IDLE, 1, 8, 8, 0, "one_expert"),
+    ),
+    "backward-ring": BackwardBuild(
+        "sm_100a",
+        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 8, 4, 2),
+        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), "random", 2, False, 1, 1), 12, 8, 4),
+        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", 2, False, 1, 1), 24, 8, 4),
+    ),
+    "backward-direct": BackwardBuild(
+        "sm_100a",
+        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "few_experts", macrobatch=1), 8, 2),
+        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 12, 6),
+        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 24, 4),
     ),
 }

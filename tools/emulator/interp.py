@@ -400,7 +400,7 @@ def run_warp(X, W, quantum):
             elif op == OP_FENCE:
                 kind = ld32(c + 4 * I_X)
                 if kind == 0 and ld32(c + 4 * I_Y) >= 3:
-                    flush_late(X)
+                    flush_late(X, W)
                 if kind < 2:
                     fence(X, W, kind, ld32(c + 4 * I_Y))
                 pc += 1

@@ -178,8 +178,10 @@ CLUSTER_WORDS: Final = 64
 ) = range(36)
 MACHINE_WORDS: Final = 64
 
-# Stores to another GPU's memory that it does not see yet: their count, then address, bytes and value.
-LATE_STORES: Final = 256
+# Stores to another GPU's memory that it does not see yet: their count, then per store its address,
+# bytes, value (of a block, where its bytes are), operation and epoch.
+LATE_STORES: Final = 1024
+LATE_WORDS: Final = 5
 
 # Address windows.  Host addresses stay below 2**56, so these never collide.
 SHARED_BASE: Final = 1 << 56

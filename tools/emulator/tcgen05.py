@@ -460,18 +460,17 @@ def op_commit(machine: Machine, w: Warp, op: Any) -> None:
         if "multicast::cluster" in op.ins.mods:
             mask = w.value(op.operands[1], lane) & 0xFFFF
             ranks = [i for i in range(16) if mask >> i & 1]
-        cluster, own = w.cta.cluster, w.cta.rank
-
-        def run(ranks: list[int] = ranks, barrier: int = barrier, cluster: Any = cluster) -> None:
-            at = barrier & _OFFSET
-            for rank in ranks:
-                arrive = functools.partial(complete_tx, machine, cluster, rank, at, 0, arrivals=1)
-                if rank == own:
-                    arrive()
-                else:
-                    machine.engine.follow(arrive)
-
+        run = functools.partial(_commit, machine, w.cta, ranks, barrier & _OFFSET)
         _submit(machine, w, "tcgen05.commit", run)
+
+
+def _commit(machine: Machine, cta: Cta, ranks: list[int], at: int) -> None:
+    for rank in ranks:
+        arrive = functools.partial(complete_tx, machine, cta.cluster, rank, at, 0, arrivals=1)
+        if rank == cta.rank:
+            arrive()
+        else:
+            machine.engine.follow(arrive)
 
 
 def op_nothing(machine: Machine, w: Warp, op: Any) -> None:
