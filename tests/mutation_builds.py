@@ -155,19 +155,19 @@ class BackwardBuild(Build):
 
 
 SMALL = Shape(16, 128, 64, 6, 2, shared_intermediate_size=64)
-WIDE = Shape(520, 512, 256, 4, 2, shared_intermediate_size=256)
+WIDE = Shape(520, 512, 256, 2, 1, shared_intermediate_size=256)
 HALVES = Shape(440, 64, 128, 4, 2, shared_intermediate_size=64)
 IDLE = Shape(32, 64, 64, 2, 1, shared_intermediate_size=64)
 # With all rows on one rank; on Hopper, whose tile has half the rows.
-DIRECT_WIDE = Shape(300, 512, 256, 2, 2, shared_intermediate_size=256)
-HALF_WIDE = Shape(260, 512, 256, 4, 2, shared_intermediate_size=256)
+DIRECT_WIDE = Shape(300, 512, 256, 2, 1, shared_intermediate_size=256)
+HALF_WIDE = Shape(260, 512, 256, 2, 1, shared_intermediate_size=256)
 
 BUILDS: dict[str, Build] = {
     "ring": ForwardBuild(
         "sm_100a",
         False,
         Forward(SMALL, 1, 16, 4, 2),
-        Forward(WIDE, 2, 12, 8, 4),
+        Forward(WIDE, 1, 12, 8, 4),
         Forward(HALVES, 2, 12, 8, 4),
         Forward(IDLE, 1, 24, 8, 4, "one_expert"),
     ),
@@ -175,7 +175,7 @@ BUILDS: dict[str, Build] = {
         "sm_100a",
         True,
         Forward(SMALL, 1, 16, 2),
-        Forward(DIRECT_WIDE, 2, 12, 6),
+        Forward(DIRECT_WIDE, 1, 12, 6),
         Forward(HALVES, 2, 12, 6),
         Forward(IDLE, 1, 24, 4, 0, "one_expert"),
     ),
@@ -183,7 +183,7 @@ BUILDS: dict[str, Build] = {
         "sm_90a",
         False,
         Forward(SMALL, 1, 2, 2, 1),
-        Forward(HALF_WIDE, 2, 6, 6, 2),
+        Forward(HALF_WIDE, 1, 6, 6, 2),
         Forward(HALVES, 2, 6, 6, 2),
         Forward(IDLE, 1, 8, 8, 4, "one_expert"),
     ),
@@ -191,7 +191,7 @@ BUILDS: dict[str, Build] = {
         "sm_90a",
         True,
         Forward(SMALL, 1, 1, 1),
-        Forward(HALF_WIDE, 2, 4, 4),
+        Forward(HALF_WIDE, 1, 4, 4),
         Forward(HALVES, 2, 4, 4),
         Forward(IDLE, 1, 8, 8, 0, "one_expert"),
     ),

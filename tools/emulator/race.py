@@ -525,6 +525,14 @@ def check_range(X, shadow, count, kind, epoch, clock, proxy, pc, addr, uninit):
 
 
 @njit
+def check_rows(X, shadow, count, rows, pitch, kind, epoch, clock, proxy, pc, addr, uninit):
+    """``check_range`` of ``rows`` ranges, ``pitch`` bytes apart."""
+    for r in range(rows):
+        at = shadow + RECORD * (r * pitch >> 2)
+        check_range(X, at, count, kind, epoch, clock, proxy, pc, addr + r * pitch, uninit)
+
+
+@njit
 def check_chunks(X, shadow, chunks, count, kind, epoch, clock, proxy, pc, addr):
     """An asynchronous access to 16-byte chunks of one CTA's shared memory, by index."""
     for j in range(count):

@@ -127,9 +127,10 @@ class _Region:
         if machine.checker is None:
             return
         width = self.shape[-1] * self.tm.itemsize
-        for index in np.ndindex(*self.shape[:-1]):
+        rows, pitch = (self.shape[-2], self.strides[-2]) if len(self.shape) > 1 else (1, 0)
+        for index in np.ndindex(*self.shape[:-2]):
             at = sum(i * s for i, s in zip(index, self.strides, strict=False))
-            machine.checker.global_memory(self.address + at, width, write)
+            machine.checker.global_memory(self.address + at, width, write, rows, pitch)
 
     def view(self, machine: Machine) -> np.ndarray:
         """The tensor's memory as an array, outermost dimension first."""
