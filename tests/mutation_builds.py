@@ -3,8 +3,9 @@
 Few stages, so that each is filled again and again. The cases of a build differ in what they exercise:
 
     small    one cluster computes; a ring of one block is refilled twice
-    wide     several tiles and more K steps than stages in every kind of task, several clusters; the last
-             columns of a tile exist, so that a store that was not waited for is missed
+    wide     several tiles and more K steps than stages in every kind of task, one after the other in one
+             cluster; the last columns of a tile exist, so that a store that was not waited for is missed
+    shared   the same in several clusters, a ring of two
     halves   blocks with rows in both CTAs of a pair, a ring of two
     idle     nothing for the comm workers, more clusters than tasks
 """
@@ -156,18 +157,22 @@ class BackwardBuild(Build):
 
 SMALL = Shape(16, 128, 64, 6, 2, shared_intermediate_size=64)
 WIDE = Shape(520, 512, 256, 2, 1, shared_intermediate_size=256)
+SHARED = Shape(520, 512, 256, 4, 2, shared_intermediate_size=256)
 HALVES = Shape(440, 64, 128, 4, 2, shared_intermediate_size=64)
 IDLE = Shape(32, 64, 64, 2, 1, shared_intermediate_size=64)
 # With all rows on one rank; on Hopper, whose tile has half the rows.
 DIRECT_WIDE = Shape(300, 512, 256, 2, 1, shared_intermediate_size=256)
+DIRECT_SHARED = Shape(300, 512, 256, 2, 2, shared_intermediate_size=256)
 HALF_WIDE = Shape(260, 512, 256, 2, 1, shared_intermediate_size=256)
+HALF_SHARED = Shape(260, 512, 256, 4, 2, shared_intermediate_size=256)
 
 BUILDS: dict[str, Build] = {
     "ring": ForwardBuild(
         "sm_100a",
         False,
         Forward(SMALL, 1, 16, 4, 2),
-        Forward(WIDE, 1, 12, 8, 4),
+        Forward(WIDE, 1, 12, 4, 2),
+        Forward(SHARED, 2, 12, 8, 4),
         Forward(HALVES, 2, 12, 8, 4),
         Forward(IDLE, 1, 24, 8, 4, "one_expert"),
     ),
@@ -175,7 +180,8 @@ BUILDS: dict[str, Build] = {
         "sm_100a",
         True,
         Forward(SMALL, 1, 16, 2),
-        Forward(DIRECT_WIDE, 1, 12, 6),
+        Forward(DIRECT_WIDE, 1, 12, 2),
+        Forward(DIRECT_SHARED, 2, 12, 6),
         Forward(HALVES, 2, 12, 6),
         Forward(IDLE, 1, 24, 4, 0, "one_expert"),
     ),
@@ -183,7 +189,8 @@ BUILDS: dict[str, Build] = {
         "sm_90a",
         False,
         Forward(SMALL, 1, 2, 2, 1),
-        Forward(HALF_WIDE, 1, 6, 6, 2),
+        Forward(HALF_WIDE, 1, 3, 3, 1),
+        Forward(HALF_SHARED, 2, 6, 6, 2),
         Forward(HALVES, 2, 6, 6, 2),
         Forward(IDLE, 1, 8, 8, 4, "one_expert"),
     ),
@@ -191,7 +198,8 @@ BUILDS: dict[str, Build] = {
         "sm_90a",
         True,
         Forward(SMALL, 1, 1, 1),
-        Forward(HALF_WIDE, 1, 4, 4),
+        Forward(HALF_WIDE, 1, 1, 1),
+        Forward(HALF_SHARED, 2, 4, 4),
         Forward(HALVES, 2, 4, 4),
         Forward(IDLE, 1, 8, 8, 0, "one_expert"),
     ),
