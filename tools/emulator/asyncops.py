@@ -35,6 +35,7 @@ class Pending:
     start: int = 0  # step of its issue
     agent: Any = None  # the checkers' view of it
     read_epoch: int = 0  # the agent's epoch of the first phase
+    idle: bool = False  # comes only when nothing else can go on
 
     @property
     def finished(self) -> bool:
@@ -90,7 +91,11 @@ class AsyncEngine:
         return op
 
     def follow(self, run: Callable[[], None]) -> None:
-        """A message that the running operation sends: it arrives at any later moment."""
+        """A message that the running operation sends: it arrives at any later moment.
+
+        One in four stays away until every warp waits: how long a message may take, only those
+        that wait for it limit.
+        """
         sender = self.running
         assert sender is not None
         op = Pending(sender.what, sender.warp, sender.pc, [run], agent=sender.agent)
@@ -98,6 +103,7 @@ class AsyncEngine:
         if self.immediate:
             self.step(op)
         else:
+            op.idle = self.random.random() < 0.25
             self.pending.append(op)
 
     def step(self, op: Pending) -> None:
@@ -133,11 +139,14 @@ class AsyncEngine:
             )
         self.machine.sync_event()
 
-    def advance(self) -> bool:
-        """Completes one step of a random operation that is allowed to go next."""
-        if not self.pending:
+    def advance(self, idle: bool = True) -> bool:
+        """Completes one step of a random operation that is allowed to go next; ``idle``: every warp waits."""
+        ready = [op for op in self.pending if not op.idle]
+        if not ready and idle:
+            ready = self.pending
+        if not ready:
             return False
-        op = self.random.choice(self.pending)
+        op = self.random.choice(ready)
         if op.queue is not None:
             op = next(p for p in self.pending if p.queue is op.queue)
         self.step(op)

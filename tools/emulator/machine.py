@@ -458,7 +458,7 @@ class Machine(Residency, BulkOps):
     def pause(self) -> None:
         """Called after many steps without need of Python."""
         for _ in range(self.engine.random.randrange(4)):
-            self.engine.advance()
+            self.engine.advance(idle=False)
         if self.engine.random.random() < 0.25:
             self.late.deliver()
 
