@@ -8,6 +8,7 @@ Few stages, so that each is filled again and again. The cases of a build differ 
     shared   the same in several clusters, a ring of two
     halves   blocks with rows in both CTAs of a pair, a ring of two
     idle     nothing for the comm workers, more clusters than tasks
+    late     comm workers so slow that what they wait for is there at the first look
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STAGES = 2
 
 
 class Forward(NamedTuple):
-    """A forward case: sizes, and the launch; the macrobatch in tiles of rows."""
+    """A forward case: sizes, and the launch; macrobatch and minibatch in tiles of rows."""
 
     shape: Shape
     macrobatch: int
@@ -42,6 +43,7 @@ class Forward(NamedTuple):
     num_sms: int
     num_comm_ctas: int = 0
     kind: str = "random"
+    minibatch: int = 1
 
 
 class Build:
@@ -84,7 +86,7 @@ class ForwardBuild(Build):
                 random_case(case.shape, kind=case.kind),
                 self.arch,
                 1 if self.direct else 2,
-                minibatch=tile,
+                minibatch=case.minibatch * tile,
                 macrobatch=case.macrobatch * tile,
                 grid=case.grid,
                 num_comm_ctas=case.num_comm_ctas,
@@ -160,6 +162,7 @@ WIDE = Shape(520, 512, 256, 2, 1, shared_intermediate_size=256)
 SHARED = Shape(520, 512, 256, 4, 2, shared_intermediate_size=256)
 HALVES = Shape(440, 64, 128, 4, 2, shared_intermediate_size=64)
 IDLE = Shape(32, 64, 64, 2, 1, shared_intermediate_size=64)
+LATE = Shape(1200, 256, 64, 4, 1, shared_intermediate_size=64)
 # With all rows on one rank; on Hopper, whose tile has half the rows.
 DIRECT_WIDE = Shape(300, 512, 256, 2, 1, shared_intermediate_size=256)
 DIRECT_SHARED = Shape(300, 512, 256, 2, 2, shared_intermediate_size=256)
@@ -175,6 +178,7 @@ BUILDS: dict[str, Build] = {
         Forward(SHARED, 2, 12, 8, 4),
         Forward(HALVES, 2, 12, 8, 4),
         Forward(IDLE, 1, 24, 8, 4, "one_expert"),
+        Forward(LATE, 2, 16, 12, 2),
     ),
     "direct": ForwardBuild(
         "sm_100a",
