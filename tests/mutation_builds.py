@@ -9,6 +9,7 @@ Few stages, so that each is filled again and again. The cases of a build differ 
     halves   blocks with rows in both CTAs of a pair, a ring of two
     idle     nothing for the comm workers, more clusters than tasks
     late     comm workers so slow that what they wait for is there at the first look
+    many     eight row blocks of a minibatch, so that the rows of a down task are there at the first look
 """
 
 from __future__ import annotations
@@ -163,6 +164,8 @@ SHARED = Shape(520, 512, 256, 4, 2, shared_intermediate_size=256)
 HALVES = Shape(440, 64, 128, 4, 2, shared_intermediate_size=64)
 IDLE = Shape(32, 64, 64, 2, 1, shared_intermediate_size=64)
 LATE = Shape(1200, 256, 64, 4, 1, shared_intermediate_size=64)
+MANY = Shape(64, 64, 128, 16, 2, shared_intermediate_size=64)
+DIRECT_MANY = Shape(700, 64, 128, 8, 2, shared_intermediate_size=64)
 # With all rows on one rank; on Hopper, whose tile has half the rows.
 DIRECT_WIDE = Shape(300, 512, 256, 2, 1, shared_intermediate_size=256)
 DIRECT_SHARED = Shape(300, 512, 256, 2, 2, shared_intermediate_size=256)
@@ -179,6 +182,7 @@ BUILDS: dict[str, Build] = {
         Forward(HALVES, 2, 12, 8, 4),
         Forward(IDLE, 1, 24, 8, 4, "one_expert"),
         Forward(LATE, 2, 16, 12, 2),
+        Forward(MANY, 8, 16, 8, 2, minibatch=8),
     ),
     "direct": ForwardBuild(
         "sm_100a",
@@ -188,6 +192,7 @@ BUILDS: dict[str, Build] = {
         Forward(DIRECT_SHARED, 2, 12, 6),
         Forward(HALVES, 2, 12, 6),
         Forward(IDLE, 1, 24, 4, 0, "one_expert"),
+        Forward(DIRECT_MANY, 8, 16, 6, minibatch=8),
     ),
     "hopper-ring": ForwardBuild(
         "sm_90a",
