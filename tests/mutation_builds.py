@@ -202,6 +202,8 @@ BUILDS: dict[str, Build] = {
         Forward(HALF_SHARED, 2, 6, 6, 2),
         Forward(HALVES, 2, 6, 6, 2),
         Forward(IDLE, 1, 8, 8, 4, "one_expert"),
+        Forward(LATE, 2, 8, 8, 1),
+        Forward(MANY, 8, 4, 4, 1, minibatch=8),
     ),
     "hopper-direct": ForwardBuild(
         "sm_90a",
@@ -211,6 +213,7 @@ BUILDS: dict[str, Build] = {
         Forward(HALF_SHARED, 2, 4, 4),
         Forward(HALVES, 2, 4, 4),
         Forward(IDLE, 1, 8, 8, 0, "one_expert"),
+        Forward(DIRECT_MANY, 8, 4, 4, minibatch=8),
     ),
     "backward-ring": BackwardBuild(
         "sm_100a",
