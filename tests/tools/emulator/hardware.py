@@ -219,6 +219,7 @@ def main() -> int:
     document = {"device": torch.cuda.get_device_name(), "torch": torch.__version__} | {
         "programs": found
     }
+    RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps(document, indent=1) + "\n")
     print(f"{len(found)} programs in {RECORD}")
     return 0 if len(found) >= 8 else 1
