@@ -277,6 +277,7 @@ class Workspace:
             setattr(self, name, tensor)
         self.counter_words.zero_()
         self.shape, self.sizes = shape, sizes
+        self.plans.clear()
 
     def new_schedule(self, rank: int) -> ScheduleBuffers:
         """Buffers for a schedule that must outlive the next call, as training needs."""
