@@ -115,9 +115,10 @@ def _in_kernel(group, direction):
 
     torch.cuda.set_device(group.rank)
     device = f"cuda:{group.rank}"
-    shape = Shape(16384, 4096, 4096, 8, 4)  # more than 10 ms of multiplications a direction
-    case = random_case(shape, device=device)
-    config = Config(16, 16, 8192, 32768, timeout_s=group.timeout_s)
+    # On a few SMs, so that a kernel outlives its killed process' last actions by far.
+    case = random_case(Shape(32768, 4096, 14336, 8, 4), device=device)
+    reserved = torch.cuda.get_device_properties(device).multi_processor_count - 16
+    config = Config(8, 8, 8192, 32768, timeout_s=group.timeout_s, reserved_sms=reserved)
     with Layer(case, group.size, config, device, group=group) as layer:
         dy = layer.each(layer.split(random_gradient(case)))
 
@@ -135,14 +136,15 @@ def _in_kernel(group, direction):
                 )  # fmt: skip
             return begin
 
-        call()  # kernels are loaded
+        begin = call()  # kernels are loaded
         torch.cuda.synchronize()
+        seconds = time.monotonic() - begin
         begin = call()
         if group.rank == VICTIM:
-            time.sleep(0.004)
+            time.sleep(seconds / 8)
             if not torch.cuda.current_stream().query():  # or the test would show nothing
                 os.kill(os.getpid(), signal.SIGKILL)
-            return "the kernel had ended", 0.0, False
+            return f"the kernel had ended, which took {seconds} s", 0.0, False
         try:
             torch.cuda.synchronize()
             layer.workspace.check()
