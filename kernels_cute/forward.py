@@ -47,6 +47,7 @@ class ForwardKernel(ForwardRoles):
         scheduling: "clc" or "tickets"; None for the machine's default.
         trace: record begin and end of every task (``tracing``).
         name: prefix of the kernel's symbol.
+        lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -66,12 +67,13 @@ class ForwardKernel(ForwardRoles):
         scheduling: str | None = None,
         trace: bool = False,
         name: str = "mok_forward",
+        lead: int = 0,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
-        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8)
+        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8, lead=lead)
         self.wire = wire
         self.save_context = save_context or recompute
         self.recompute = recompute

@@ -22,7 +22,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from mok.errors import ResourceError
+
 from . import ptx, sync, tracing
+from .epilogue.halves import HalfStaging
 from .epilogue.staging import RowStaging, Staging
 from .gemm import sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
@@ -98,6 +101,8 @@ class MegaKernel(Invariant):
             every cluster draws tickets to the end, and the grid should be what fits the GPU.
         mxfp8: routed experts in MXFP8. ``self.scaled`` says whether the MMA takes block scales.
         store_stages: staging buffers.
+        lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second, so that one multiplies
+            while the other is in its epilogue; 0 leaves it to chance, with staging buffers in common.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -114,6 +119,7 @@ class MegaKernel(Invariant):
         scheduling: str | None,
         mxfp8: bool = False,
         store_stages: int = 2,
+        lead: int = 0,
     ):
         self.arch = arch
         self.direct = direct
@@ -129,8 +135,11 @@ class MegaKernel(Invariant):
         if self.hopper:
             gather_warps = 2 if direct else 0
             self.first_gather_warp = 2
-            self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps)
-            self.staging = Staging(self.mainloop.CTA_ROWS, 8, store_stages)
+            if not 0 <= lead < stages:
+                raise ResourceError("lead must be at least 0 and less than stages", lead)
+            self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps, lead)
+            kind = HalfStaging if lead > 0 else Staging
+            self.staging = kind(self.mainloop.CTA_ROWS, 8, store_stages)
             self.readers = 1 + gather_warps + 8  # store, gather, MMA
         else:
             gather_warps = 4 if direct else 0
@@ -164,8 +173,8 @@ class MegaKernel(Invariant):
             **self.mainloop.storage(),
             "queue_full": array[Int64, DEPTH],
             "queue_empty": array[Int64, DEPTH],
-            "store_full": array[Int64, self.staging.stages],
-            "store_empty": array[Int64, self.staging.stages],
+            "store_full": array[Int64, self.staging.stages * self.staging.BARRIERS],
+            "store_empty": array[Int64, self.staging.stages * self.staging.BARRIERS],
             "queue_words": words[array[Int32, DEPTH * WORDS], 16],
             "comm_item": array[Int32, 2],
             "order": array[Int32, 2],

@@ -114,7 +114,7 @@ class StoreRoles(MegaKernel):
         if cutlass.const_expr(self.chunk_steps > 0):
             places = (shared.sA, shared.sB_half, shared.sB_half)
             in_place = tuple(
-                self.staging.partition(target, place) for target, place in zip(targets, places)
+                self.staging.partition_tall(target, place) for target, place in zip(targets, places)
             )
             written = self.store_stages(
                 shared.bars, in_place, row_tile, entry.n, stage + entry.k_tiles, written
@@ -184,9 +184,7 @@ class StoreRoles(MegaKernel):
             )  # fmt: skip
         else:
             wide = self.wide(shared, target)
-            for c in cutlass.range_constexpr(self.chunks):
-                chunk, phase = self.staging.store(
-                    shared.stores, wide, entry.n * self.chunks + c, entry.m, entry.expert,
-                    chunk, phase, c == 0, c == self.chunks - 1,
-                )  # fmt: skip
+            chunk, phase = self.staging.store_wide_tile(
+                shared.stores, wide, entry.m, entry.n, self.chunks, entry.expert, chunk, phase
+            )
         return chunk, phase

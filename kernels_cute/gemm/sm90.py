@@ -20,11 +20,16 @@ from .operands import Operand, RowSource, Tma, aligned, make_tma, partition, vie
 
 
 class Bars(NamedTuple):
-    """The mbarriers of the stages; ``written``: the MMA warps have put results into a stage."""
+    """The mbarriers of the stages.
+
+    ``written``: the MMA warps have put results into a stage; ``issued``: the first warpgroup has started
+    its product (only with a ``lead``).
+    """
 
     full: cute.Pointer
     empty: cute.Pointer
     written: cute.Pointer
+    issued: cute.Pointer
 
 
 class Worker(Invariant):
@@ -43,6 +48,7 @@ class Mainloop(Invariant):
         tile_n: accumulator columns, a multiple of 64 up to 256.
         stages: shared-memory stages; (128 + tile_n) * 128 bytes each.
         gather_threads: threads that gather rows of A (0: A always comes by TMA).
+        lead: K steps of a tile that the second warpgroup lets the first one start alone.
     """
 
     TILE_M = 128
@@ -51,13 +57,14 @@ class Mainloop(Invariant):
     PIECE = 64  # accumulator columns that ``columns`` returns at a time
     WARPGROUPS = 2  # cooperative: rows 0-63 and 64-127 of one tile
 
-    def __init__(self, tile_n: int, stages: int, gather_threads: int):
+    def __init__(self, tile_n: int, stages: int, gather_threads: int, lead: int = 0):
         self.tile_n = tile_n
         self.half_n = tile_n // 2
         self.stages = stages
         self.gather_threads = gather_threads
         self.a_bytes = self.TILE_M * self.TILE_K * 2
         self.b_bytes = tile_n * self.TILE_K * 2
+        self.lead = lead
         self.full_arrivals = 1 + gather_threads
         self.empty_arrivals = self.WARPGROUPS * 4
 
@@ -124,7 +131,7 @@ class Mainloop(Invariant):
 
     def bars(self, storage) -> Bars:
         """The mbarriers in the shared storage."""
-        return Bars(storage.full.data_ptr(), storage.empty.data_ptr(), storage.written.data_ptr())
+        return Bars(*[getattr(storage, name).data_ptr() for name in Bars._fields])
 
     def init_barriers(self, bars: Bars) -> None:
         """Arrival counts of the stages' mbarriers (one thread)."""
@@ -132,6 +139,7 @@ class Mainloop(Invariant):
             cute.arch.mbarrier_init(bars.full + i, self.full_arrivals)
             cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals)
             cute.arch.mbarrier_init(bars.written + i, self.empty_arrivals)
+            cute.arch.mbarrier_init(bars.issued + i, 1)
 
     # ---- host: descriptors ----
 
@@ -427,6 +435,7 @@ class Mainloop(Invariant):
         phase: Int32,
     ) -> tuple[Int32, Int32]:
         """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase)."""
+        self.follow(bars, k_tiles, stage, phase)
         release = stage
         self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, True)
         stage, phase = advance(stage, phase, self.stages)
@@ -453,6 +462,7 @@ class Mainloop(Invariant):
         phase: Int32,
     ) -> tuple[Int32, Int32]:
         """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps; otherwise as ``mma_tile``."""
+        self.follow(bars, k_tiles, stage, phase)
         if k_tiles > 0:
             release = stage
             self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
@@ -491,6 +501,27 @@ class Mainloop(Invariant):
             at = (None, None, k_block, stage)
             cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
         warpgroup.commit_group()
+        self.pass_by(bars, stage)
+
+    @cute.jit
+    def pass_by(self, bars: Bars, stage: Int32):
+        """With a lead: the first warpgroup has got past this stage."""
+        if cutlass.const_expr(self.lead > 0):
+            if cute.arch.thread_idx()[0] == 128:
+                cute.arch.mbarrier_arrive(bars.issued + stage)
+
+    @cute.jit
+    def follow(self, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32):
+        """With a lead: hold the second warpgroup at the start of a tile until the first is ``lead`` steps on.
+
+        The tensor cores are not idle meanwhile: one warpgroup alone keeps them busy.
+        """
+        if cutlass.const_expr(self.lead > 0):
+            if k_tiles > self.lead and cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= 8:
+                at = stage + self.lead
+                wrapped = at >= self.stages
+                at = select(wrapped, at - self.stages, at)
+                cute.arch.mbarrier_wait(bars.issued + at, select(wrapped, phase ^ 1, phase))
 
     @cute.jit
     def release(self, bars: Bars, stage: Int32):
