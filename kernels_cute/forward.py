@@ -48,6 +48,7 @@ class ForwardKernel(ForwardRoles):
         trace: record begin and end of every task (``tracing``).
         name: prefix of the kernel's symbol.
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
+        pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -68,12 +69,13 @@ class ForwardKernel(ForwardRoles):
         trace: bool = False,
         name: str = "mok_forward",
         lead: int = 0,
+        pair: bool = False,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
-        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8, lead=lead)
+        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8, lead=lead, pair=pair)
         self.wire = wire
         self.save_context = save_context or recompute
         self.recompute = recompute
@@ -84,7 +86,7 @@ class ForwardKernel(ForwardRoles):
             up_n=tile_n // 2,
             down_n=tile_n,
             group_m=self.machine.group_m if group_m is None else group_m,
-            signals=self.ctas,
+            signals=self.machine.ctas,
         )
 
     @cute.jit

@@ -302,10 +302,11 @@ def cluster_load(address: Int32) -> Int32:
     )
 
 
-def cluster_arrive(address: Int32) -> None:
-    """Arrive on the mbarrier at a ``cluster_address``; releases what this thread did before it."""
+def cluster_arrive(address: Int32, count: int = 1) -> None:
+    """Arrive ``count`` times on the mbarrier at a ``cluster_address``; releases what this thread did before."""
+    more = "" if count == 1 else f", {count}"
     cute.arch.inline_ptx(
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];",
+        f"mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{{$r0}}]{more};",
         read_only_args=[address],
     )
 

@@ -46,6 +46,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         wire: with mxfp8, x_heap is quantised already (dy_heap never is). Changes no bit of any result.
         trace: record begin and end of every task (``tracing``).
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
+        pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -65,6 +66,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         mxfp8: bool = False,
         wire: bool = False,
         lead: int = 0,
+        pair: bool = False,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
@@ -80,7 +82,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         if stages is None and not hopper:
             stages = BLACKWELL_STAGES
         store_stages = 2 if hopper else 4
-        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, lead)
+        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, lead, pair)
         self.wire = wire
         self.trace = trace
         self.grad_mode = grad_mode

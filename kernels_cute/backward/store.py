@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .. import sync
+from .. import ptx, sync
 from ..gemm.operands import view
 from ..megakernel import MegaKernel
 from ..queue import next_slot
@@ -67,7 +67,7 @@ class StoreRoles(MegaKernel):
                     stores, self.to(shared, targets.shared_dx), rows, n, self.chunks, zero,
                     chunk, phase,
                 )  # fmt: skip
-            elif kind != END:
+            elif self.works(kind):
                 if cutlass.const_expr(self.grad_mode == "bf16"):
                     if kind < SHARED and entry.later == 0:
                         gradients = (targets.dw_gate, targets.dw_up, targets.dw_down)
@@ -83,7 +83,7 @@ class StoreRoles(MegaKernel):
                             shared, gradients, entry, kind - SHARED, chunk, phase
                         )
             if cutlass.const_expr(self.trace):
-                if kind != END:
+                if self.works(kind):
                     ctx.tracer.end(1 - self.unstaged(entry))
             if cutlass.const_expr(self.chunk_steps > 0):
                 steps = entry.k_tiles
@@ -154,8 +154,13 @@ class StoreRoles(MegaKernel):
     def free_stage(self, bars, stage):
         """Give a stage back to the load warp, for all MMA warps."""
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(bars.empty + stage, arrive_count=self.mainloop.empty_arrivals)
+        lane, count = cute.arch.lane_idx(), self.mainloop.empty_arrivals
+        if cutlass.const_expr(self.pair):
+            if lane < 2:
+                ptx.cluster_arrive(ptx.cluster_address((bars.empty + stage).toint(), lane), count)
+        else:
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars.empty + stage, arrive_count=count)
 
     # ---- weight gradients ----
 

@@ -49,6 +49,7 @@ class Mainloop(Invariant):
         stages: shared-memory stages; (128 + tile_n) * 128 bytes each.
         gather_threads: threads that gather rows of A (0: A always comes by TMA).
         lead: K steps of a tile that the second warpgroup lets the first one start alone.
+        pair: two CTAs keep step, and may load B for each other (``..pairs``).
     """
 
     TILE_M = 128
@@ -57,7 +58,9 @@ class Mainloop(Invariant):
     PIECE = 64  # accumulator columns that ``columns`` returns at a time
     WARPGROUPS = 2  # cooperative: rows 0-63 and 64-127 of one tile
 
-    def __init__(self, tile_n: int, stages: int, gather_threads: int, lead: int = 0):
+    def __init__(
+        self, tile_n: int, stages: int, gather_threads: int, lead: int = 0, pair: bool = False
+    ):
         self.tile_n = tile_n
         self.half_n = tile_n // 2
         self.stages = stages
@@ -65,6 +68,7 @@ class Mainloop(Invariant):
         self.a_bytes = self.TILE_M * self.TILE_K * 2
         self.b_bytes = tile_n * self.TILE_K * 2
         self.lead = lead
+        self.pair = pair
         self.full_arrivals = 1 + gather_threads
         self.empty_arrivals = self.WARPGROUPS * 4
 
@@ -137,7 +141,7 @@ class Mainloop(Invariant):
         """Arrival counts of the stages' mbarriers (one thread)."""
         for i in range(self.stages):
             cute.arch.mbarrier_init(bars.full + i, self.full_arrivals)
-            cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals)
+            cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals * (2 if self.pair else 1))
             cute.arch.mbarrier_init(bars.written + i, self.empty_arrivals)
             cute.arch.mbarrier_init(bars.issued + i, 1)
 
@@ -149,7 +153,7 @@ class Mainloop(Invariant):
 
     def tma_b_half(self, tensor: cute.Tensor) -> Tma:
         """Loads of (tile_n/2, 64) from (n, k, expert), k contiguous."""
-        return self._tma_load(tensor, self.b_half_layout, self.half_n)
+        return self._tma_load(tensor, self.b_half_layout, self.half_n, self.pair)
 
     def tma_a_mn(self, tensor: cute.Tensor) -> Tma:
         """Loads of (128, 64) from (rows, k, batch), rows contiguous."""
@@ -157,10 +161,15 @@ class Mainloop(Invariant):
 
     def tma_b_half_mn(self, tensor: cute.Tensor) -> Tma:
         """Loads of (tile_n/2, 64) from (n, k, expert), n contiguous."""
-        return self._tma_load(tensor, self.b_half_layout_mn, self.half_n)
+        return self._tma_load(tensor, self.b_half_layout_mn, self.half_n, self.pair)
 
-    def _tma_load(self, tensor: cute.Tensor, staged: cute.ComposedLayout, rows: int) -> Tma:
-        return make_tma(cpasync.CopyBulkTensorTileG2SOp(), tensor, staged, (rows, self.TILE_K))
+    def _tma_load(
+        self, tensor: cute.Tensor, staged: cute.ComposedLayout, rows: int, multicast: bool = False
+    ) -> Tma:
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        if multicast:
+            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        return make_tma(op, tensor, staged, (rows, self.TILE_K))
 
     def row_source(self, address: Int64, rows: Int32, columns: Int32) -> RowSource:
         """A matrix from which ``gather`` takes rows of A."""
@@ -187,12 +196,13 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
+        shares: Int32,
         k_first: Int32 | int = 0,
     ) -> tuple[Int32, Int32]:
         """Load all K steps of a task (one warp): A tile ``a_tile``, B halves ``left_tile``, ``right_tile``.
 
-        Without ``a_by_tma`` the gather warps fill A. ``k_first`` is the first K step in the
-        tensors. Returns the next (stage, phase).
+        Without ``a_by_tma`` the gather warps fill A. ``shares``: 1 where the other CTA of the pair loads
+        the same B now. ``k_first`` is the first K step in the tensors. Returns the next (stage, phase).
         """
         tx_bytes = self.a_bytes * a_by_tma + self.b_bytes
         tAgA = a.tXgX[None, a_tile, None, 0]
@@ -200,16 +210,56 @@ class Mainloop(Invariant):
         tBgB_right = right.tXgX[None, right_tile, None, batch]
         for step in cutlass.range(k_tiles, unroll=1):
             k = step + k_first
-            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            self.wait_empty(bars, stage, phase)
             full = bars.full + stage
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
             if cutlass.const_expr(a_by_tma):
                 cute.copy(a.atom, tAgA[None, k], a.tXsX[None, stage], tma_bar_ptr=full)
-            cute.copy(left.atom, tBgB_left[None, k], left.tXsX[None, 2 * stage], tma_bar_ptr=full)
-            cute.copy(
-                right.atom, tBgB_right[None, k], right.tXsX[None, 2 * stage + 1], tma_bar_ptr=full
-            )
+            left_to, right_to = left.tXsX[None, 2 * stage], right.tXsX[None, 2 * stage + 1]
+            if cutlass.const_expr(self.pair):
+                # Each loads one half for both, or both halves for itself.
+                rank = cute.arch.block_idx_in_cluster()
+                mask = cutlass.Int16(select(shares != 0, Int32(3), Int32(1) << rank))
+                if shares == 0 or rank == 0:
+                    cute.copy(
+                        left.atom, tBgB_left[None, k], left_to, tma_bar_ptr=full, mcast_mask=mask
+                    )
+                if shares == 0 or rank == 1:
+                    cute.copy(
+                        right.atom, tBgB_right[None, k], right_to, tma_bar_ptr=full, mcast_mask=mask
+                    )
+            else:
+                cute.copy(left.atom, tBgB_left[None, k], left_to, tma_bar_ptr=full)
+                cute.copy(right.atom, tBgB_right[None, k], right_to, tma_bar_ptr=full)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def wait_empty(self, bars: Bars, stage: Int32, phase: Int32):
+        """Return once a stage may be loaded: in a pair, in both CTAs."""
+        if cutlass.const_expr(self.pair):
+            ptx.cluster_wait((bars.empty + stage).toint(), phase ^ 1)
+        else:
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+
+    @cute.jit
+    def load_nothing(self, bars: Bars, steps: Int32, stage: Int32, phase: Int32):
+        """The load warp's part of ``steps`` stages that pass unused."""
+        for _ in cutlass.range(steps, unroll=1):
+            self.wait_empty(bars, stage, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars.full + stage)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def skip_tile(self, bars: Bars, steps: Int32, stage: Int32, phase: Int32):
+        """The MMA warps' part of ``steps`` stages that pass unused."""
+        for _ in cutlass.range(steps, unroll=1):
+            cute.arch.mbarrier_wait(bars.full + stage, phase)
+            self.pass_by(bars, stage)
+            self.release(bars, stage)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 
@@ -230,7 +280,7 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:
         """Send (128, 64) chunks of two matrices through the stages: ``left`` in A's place, ``right`` in B's."""
         for c in cutlass.range(count, unroll=1):
-            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            self.wait_empty(bars, stage, phase)
             full = bars.full + stage
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.a_bytes)
@@ -526,5 +576,11 @@ class Mainloop(Invariant):
     @cute.jit
     def release(self, bars: Bars, stage: Int32):
         """This warp is done reading a stage."""
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(bars.empty + stage)
+        lane = cute.arch.lane_idx()
+        if cutlass.const_expr(self.pair):
+            # Either CTA may load into it: lane r tells CTA r.
+            if lane < 2:
+                ptx.cluster_arrive(ptx.cluster_address((bars.empty + stage).toint(), lane))
+        else:
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars.empty + stage)
