@@ -6,8 +6,8 @@ multicasts it to both. Otherwise each loads its own. Both CTAs go through the sa
 every ticket, so a stage and its phase are the same in both. Where the second task may wait for the first,
 or has another number of steps, they take turns, and the other CTA passes the steps by (``IDLE``).
 
-The first CTA's load warp draws, and posts the ticket to the second's. An empty stage is one that the MMA
-warps of both CTAs have left.
+The first CTA's load warp draws, and posts the ticket to the second's. At every stage the two load warps tell
+each other that it is empty.
 """
 
 from typing import NamedTuple

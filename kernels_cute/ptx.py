@@ -302,11 +302,10 @@ def cluster_load(address: Int32) -> Int32:
     )
 
 
-def cluster_arrive(address: Int32, count: int = 1) -> None:
-    """Arrive ``count`` times on the mbarrier at a ``cluster_address``; releases what this thread did before."""
-    more = "" if count == 1 else f", {count}"
+def cluster_arrive(address: Int32) -> None:
+    """Arrive on the mbarrier at a ``cluster_address``; releases what this thread did before it."""
     cute.arch.inline_ptx(
-        f"mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{{$r0}}]{more};",
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];",
         read_only_args=[address],
     )
 

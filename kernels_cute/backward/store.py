@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .. import ptx, sync
+from .. import sync
 from ..gemm.operands import view
 from ..megakernel import MegaKernel
 from ..queue import next_slot
@@ -154,13 +154,8 @@ class StoreRoles(MegaKernel):
     def free_stage(self, bars, stage):
         """Give a stage back to the load warp, for all MMA warps."""
         cute.arch.sync_warp()
-        lane, count = cute.arch.lane_idx(), self.mainloop.empty_arrivals
-        if cutlass.const_expr(self.pair):
-            if lane < 2:
-                ptx.cluster_arrive(ptx.cluster_address((bars.empty + stage).toint(), lane), count)
-        else:
-            if lane == 0:
-                cute.arch.mbarrier_arrive(bars.empty + stage, arrive_count=count)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(bars.empty + stage, arrive_count=self.mainloop.empty_arrivals)
 
     # ---- weight gradients ----
 

@@ -23,13 +23,14 @@ class Bars(NamedTuple):
     """The mbarriers of the stages.
 
     ``written``: the MMA warps have put results into a stage; ``issued``: the first warpgroup has started
-    its product (only with a ``lead``).
+    its product (only with a ``lead``); ``ready``: the pair's other CTA is ready for this stage's B.
     """
 
     full: cute.Pointer
     empty: cute.Pointer
     written: cute.Pointer
     issued: cute.Pointer
+    ready: cute.Pointer
 
 
 class Worker(Invariant):
@@ -141,9 +142,10 @@ class Mainloop(Invariant):
         """Arrival counts of the stages' mbarriers (one thread)."""
         for i in range(self.stages):
             cute.arch.mbarrier_init(bars.full + i, self.full_arrivals)
-            cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals * (2 if self.pair else 1))
+            cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals)
             cute.arch.mbarrier_init(bars.written + i, self.empty_arrivals)
             cute.arch.mbarrier_init(bars.issued + i, 1)
+            cute.arch.mbarrier_init(bars.ready + i, 1)
 
     # ---- host: descriptors ----
 
@@ -210,15 +212,17 @@ class Mainloop(Invariant):
         tBgB_right = right.tXgX[None, right_tile, None, batch]
         for step in cutlass.range(k_tiles, unroll=1):
             k = step + k_first
-            self.wait_empty(bars, stage, phase)
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             full = bars.full + stage
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
+            self.tell(bars, stage)
             if cutlass.const_expr(a_by_tma):
                 cute.copy(a.atom, tAgA[None, k], a.tXsX[None, stage], tma_bar_ptr=full)
             left_to, right_to = left.tXsX[None, 2 * stage], right.tXsX[None, 2 * stage + 1]
             if cutlass.const_expr(self.pair):
                 # Each loads one half for both, or both halves for itself.
+                self.hear(bars, stage, phase)
                 rank = cute.arch.block_idx_in_cluster()
                 mask = cutlass.Int16(select(shares != 0, Int32(3), Int32(1) << rank))
                 if shares == 0 or rank == 0:
@@ -236,20 +240,32 @@ class Mainloop(Invariant):
         return stage, phase
 
     @cute.jit
-    def wait_empty(self, bars: Bars, stage: Int32, phase: Int32):
-        """Return once a stage may be loaded: in a pair, in both CTAs."""
+    def tell(self, bars: Bars, stage: Int32):
+        """In a pair: this CTA's stage is empty, and counts on its next bytes."""
         if cutlass.const_expr(self.pair):
-            ptx.cluster_wait((bars.empty + stage).toint(), phase ^ 1)
-        else:
-            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                other = cute.arch.block_idx_in_cluster() ^ 1
+                ptx.cluster_arrive(ptx.cluster_address((bars.ready + stage).toint(), other))
+
+    def hear(self, bars: Bars, stage: Int32, phase: Int32) -> None:
+        """In a pair: return once the other CTA has told the same of its stage.
+
+        Both load warps do so for every stage, shared or not: neither is ever a ring ahead, which ``ready``
+        could not tell from no step ahead.
+        """
+        if self.pair:
+            ptx.cluster_wait((bars.ready + stage).toint(), phase)
 
     @cute.jit
     def load_nothing(self, bars: Bars, steps: Int32, stage: Int32, phase: Int32):
         """The load warp's part of ``steps`` stages that pass unused."""
         for _ in cutlass.range(steps, unroll=1):
-            self.wait_empty(bars, stage, phase)
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars.full + stage)
+            self.tell(bars, stage)
+            self.hear(bars, stage, phase)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 
@@ -280,10 +296,12 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:
         """Send (128, 64) chunks of two matrices through the stages: ``left`` in A's place, ``right`` in B's."""
         for c in cutlass.range(count, unroll=1):
-            self.wait_empty(bars, stage, phase)
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             full = bars.full + stage
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.a_bytes)
+            self.tell(bars, stage)
+            self.hear(bars, stage, phase)
             column = first + c
             cute.copy(
                 left.atom,
@@ -576,11 +594,5 @@ class Mainloop(Invariant):
     @cute.jit
     def release(self, bars: Bars, stage: Int32):
         """This warp is done reading a stage."""
-        lane = cute.arch.lane_idx()
-        if cutlass.const_expr(self.pair):
-            # Either CTA may load into it: lane r tells CTA r.
-            if lane < 2:
-                ptx.cluster_arrive(ptx.cluster_address((bars.empty + stage).toint(), lane))
-        else:
-            if lane == 0:
-                cute.arch.mbarrier_arrive(bars.empty + stage)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(bars.empty + stage)
