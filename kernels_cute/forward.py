@@ -49,6 +49,7 @@ class ForwardKernel(ForwardRoles):
         name: prefix of the kernel's symbol.
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
+        limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -70,6 +71,7 @@ class ForwardKernel(ForwardRoles):
         name: str = "mok_forward",
         lead: int = 0,
         pair: bool = False,
+        limited: bool = True,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
@@ -80,6 +82,7 @@ class ForwardKernel(ForwardRoles):
         self.save_context = save_context or recompute
         self.recompute = recompute
         self.trace = trace
+        self.limited = limited
         self.name = name
         self.tile = Tile(
             m=self.machine.tile_m,
@@ -229,6 +232,7 @@ class ForwardKernel(ForwardRoles):
         swiglu_limit: Float32,
     ):
         self.setup()
+        swiglu_limit = swiglu_limit if self.limited else None
         ctx = Context(sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
         if cutlass.const_expr(self.trace):

@@ -105,7 +105,7 @@ class Context(Invariant):
         self.sizes: Sizes = sizes
         self.buffers: Buffers = buffers
         self.watch: sync.Watch = watch
-        self.swiglu_limit: Float32 = swiglu_limit
+        self.swiglu_limit: Float32 | None = swiglu_limit
         layout = program.counter_layout(sizes.max_minibatches, sizes.max_blocks, 0)
         self.tracer: Tracer | None = None  # of a kernel built with ``trace``
         base = int_ptr(buffers.counters)

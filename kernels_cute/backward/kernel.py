@@ -47,6 +47,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         trace: record begin and end of every task (``tracing``).
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
+        limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -67,6 +68,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         wire: bool = False,
         lead: int = 0,
         pair: bool = False,
+        limited: bool = True,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
@@ -85,6 +87,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, lead, pair)
         self.wire = wire
         self.trace = trace
+        self.limited = limited
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
         self.tile = backward_tile(self.machine, group_m)
@@ -312,6 +315,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         swiglu_limit: Float32,
     ):
         self.setup()
+        swiglu_limit = swiglu_limit if self.limited else None
         ctx = Context(sources, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
         if cutlass.const_expr(self.trace):
