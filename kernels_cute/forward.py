@@ -69,8 +69,8 @@ class ForwardKernel(ForwardRoles):
         scheduling: str | None = None,
         trace: bool = False,
         name: str = "mok_forward",
-        lead: int = 0,
-        pair: bool = False,
+        lead: int | None = None,
+        pair: bool | None = None,
         limited: bool = True,
     ):
         if mxfp8 and direct:

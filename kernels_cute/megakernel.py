@@ -106,7 +106,7 @@ class MegaKernel(PairTurns):
         store_stages: staging buffers.
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second, so that one multiplies
             while the other is in its epilogue; 0 leaves it to chance, with staging buffers in common.
-        pair: clusters of two CTAs that share B (``pairs``); Hopper.
+        pair: clusters of two CTAs that share B (``pairs``); Hopper. None, as for ``lead``: the machine's.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -123,8 +123,8 @@ class MegaKernel(PairTurns):
         scheduling: str | None,
         mxfp8: bool = False,
         store_stages: int = 2,
-        lead: int = 0,
-        pair: bool = False,
+        lead: int | None = None,
+        pair: bool | None = None,
     ):
         self.arch = arch
         self.direct = direct
@@ -136,6 +136,10 @@ class MegaKernel(PairTurns):
             stages = self.machine.scaled_stages if self.scaled else self.machine.stages
         check_tile(arch, tile_n, stages, store_stages, self.scaled)
         self.hopper = self.machine is HOPPER
+        if lead is None:
+            lead = self.machine.lead
+        if pair is None:
+            pair = self.machine.cluster > self.machine.ctas and not mxfp8
         if pair and (not self.hopper or mxfp8):
             raise ResourceError(
                 "pairs that share B are for BF16 on Hopper", f"{arch}, mxfp8={mxfp8}"

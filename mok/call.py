@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mok.arguments import check_tensor, check_tunables, per_rank, stream_of
-from mok.config import CLUSTER_CTAS, Config
+from mok.config import Config
 from mok.errors import ResourceError, ShapeError
 from mok.kernels_cute import trace
 
@@ -302,9 +302,9 @@ class Call:
         otherwise no more than fit.
         """
         from mok.kernels import scheduling_of
-        from mok.kernels_cute.machine import launch_grid
+        from mok.kernels_cute.machine import launch_grid, machine_of
 
-        cluster = CLUSTER_CTAS[self.workspace.arch]
+        cluster = machine_of(self.workspace.arch).cluster
         usable = (num_sms(self.workspace) - self.config.reserved_sms) // cluster * cluster
         comm = 0 if self.direct else -(-comm_sms // cluster) * cluster
         if comm + cluster > usable:

@@ -66,8 +66,8 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         trace: bool = False,
         mxfp8: bool = False,
         wire: bool = False,
-        lead: int = 0,
-        pair: bool = False,
+        lead: int | None = None,
+        pair: bool | None = None,
         limited: bool = True,
     ):
         if wire and not mxfp8:
