@@ -160,6 +160,7 @@ class Call:
         self.stream = stream_of(workspace)
         self.ring = self.sizes.ring
         self.limit = math.inf if swiglu_limit is None else float(swiglu_limit)
+        self.limited = self.limit != math.inf
         if not self.limit >= 0:
             raise ShapeError("swiglu_limit must be at least 0", swiglu_limit)
         H, I, K = self.shape.hidden_size, self.shape.intermediate_size, self.shape.topk
@@ -376,6 +377,7 @@ class Call:
                     self.config.trace,
                     self.mxfp8,
                     self.sizes.wire,
+                    self.limited,
                 )
                 if recompute
                 else kernels.forward_spec(
@@ -386,6 +388,7 @@ class Call:
                     self.config.trace,
                     self.mxfp8,
                     self.sizes.wire,
+                    self.limited,
                 )
             ),
             self._address(self.x[i]),

@@ -241,12 +241,16 @@ class Mainloop(Invariant):
 
     @cute.jit
     def tell(self, bars: Bars, stage: Int32):
-        """In a pair: this CTA's stage is empty, and counts on its next bytes."""
+        """In a pair: this CTA's stage is empty, and counts on its next bytes.
+
+        Both have CTA scope, as in ``PipelineTmaAsync``: with cluster scope each step would have a fence of the
+        whole GPU and empty L1. No thread's data is handed over, only room for TMA.
+        """
         if cutlass.const_expr(self.pair):
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 other = cute.arch.block_idx_in_cluster() ^ 1
-                ptx.cluster_arrive(ptx.cluster_address((bars.ready + stage).toint(), other))
+                cute.arch.mbarrier_arrive(bars.ready + stage, other)
 
     def hear(self, bars: Bars, stage: Int32, phase: Int32) -> None:
         """In a pair: return once the other CTA has told the same of its stage.
@@ -255,7 +259,7 @@ class Mainloop(Invariant):
         could not tell from no step ahead.
         """
         if self.pair:
-            ptx.cluster_wait((bars.ready + stage).toint(), phase)
+            cute.arch.mbarrier_wait(bars.ready + stage, phase)
 
     @cute.jit
     def load_nothing(self, bars: Bars, steps: Int32, stage: Int32, phase: Int32):
