@@ -92,6 +92,8 @@ class HalfStaging(Staging):
         done0, chunk0, phase0 = Int32(0), chunk, phase
         done1, chunk1, phase1 = Int32(0), chunk, phase
         pending = Int32(-1)  # the half buffer that the last store reads
+        # The first warpgroup leads: sleep until its epilogue, then look at both in turn.
+        cute.arch.mbarrier_wait(bars.full + 2 * chunk, phase)
         while done0 + done1 < 2 * each:
             before = done0 + done1
             done0, chunk0, phase0, pending = self._offer(
