@@ -505,11 +505,15 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
+        first: cutlass.Constexpr[bool] = True,
     ) -> tuple[Int32, Int32]:
-        """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase)."""
+        """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase).
+
+        Without ``first`` the products are added to ``acc``.
+        """
         self.follow(bars, k_tiles, stage, phase)
         release = stage
-        self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, True)
+        self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, first)
         stage, phase = advance(stage, phase, self.stages)
         for _ in cutlass.range(1, k_tiles, unroll=1):
             self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
@@ -534,19 +538,10 @@ class Mainloop(Invariant):
         phase: Int32,
     ) -> tuple[Int32, Int32]:
         """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps; otherwise as ``mma_tile``."""
-        self.follow(bars, k_tiles, stage, phase)
         if k_tiles > 0:
-            release = stage
-            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
-            stage, phase = advance(stage, phase, self.stages)
-            for _ in cutlass.range(1, k_tiles, unroll=1):
-                self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
-                warpgroup.wait_group(1)
-                self.release(bars, release)
-                release = stage
-                stage, phase = advance(stage, phase, self.stages)
-            warpgroup.wait_group(0)
-            self.release(bars, release)
+            stage, phase = self.mma_tile(
+                majors, bars, tCrA, tCrB, acc, k_tiles, stage, phase, False
+            )
         return stage, phase
 
     @cute.jit
