@@ -34,6 +34,8 @@ class Costs:
     Attributes:
         comm_sms: SMs that communicate; the others, but for ``reserved_sms``, form ``workers``
             clusters of ``cluster`` CTAs.
+        precision: of the routed experts' GEMMs: on Hopper BF16.
+        quantises: rows are brought to MXFP8 when they are pulled, on Hopper too.
         tile_name: key of the machine's ``tiles``.
     """
 
@@ -46,6 +48,7 @@ class Costs:
     hidden: int
     wire_share: float
     reserved_sms: int = 0
+    quantises: bool = False
 
     @classmethod
     def ours(cls, scenario: Scenario) -> Costs:
@@ -61,6 +64,7 @@ class Costs:
             scenario.shape.hidden_size,
             33 / 64 if scenario.mxfp8_wire and scenario.precision == "mxfp8" else 1.0,
             scenario.config.reserved_sms,
+            scenario.precision == "mxfp8",
         )
 
     @property
@@ -169,10 +173,13 @@ class Costs:
         rate = np.where(pull, m["sm_pull_bytes_per_s"], m["sm_push_bytes_per_s"])
         rate = np.where(load.local == 1.0, m["sm_bytes_per_s"] / 2, rate)
         busy = np.maximum(busy, real * 2.0 * self.hidden / rate)
-        if self.precision == "mxfp8":
-            elements = self.tile.comm_m * self.hidden
-            busy = busy + np.where(pull, elements / t["quantise_elements_per_s"], 0.0)
+        if self.quantises:
+            busy = busy + np.where(pull, self.quantise_s(), 0.0)
         return busy + t["item_overhead_s"]
+
+    def quantise_s(self) -> float:
+        """Seconds to quantise an item's rows in both orientations."""
+        return self.tile.comm_m * self.hidden / self.table["quantise_elements_per_s"]
 
     def wires(
         self, pull: NDArray[np.bool_], payload: Floats, load: RankLoad
@@ -204,16 +211,20 @@ class Costs:
         load: RankLoad,
         matrices: Array | int = 1,
         sums: bool = False,
+        copies: Array | int = 0,
     ) -> Items:
         """Items of ``tile.comm_m`` rows each; ``matrices`` of them are moved per row.
 
         ``sums``: a push also adds up each row's router-weight gradient, a row per warp at a time.
+        ``copies``: of rows that are there already, made along the tokens (MXFP8).
         """
         real = load.real_rows(row, self.tile.comm_m)
         payload = real * 2.0 * self.hidden * matrices * np.where(pull, self.wire_share, 1.0)
         rx, tx, net = self.wires(pull, payload, load)
         overhead = self.table["item_overhead_s"]
         busy = (self.item_s(pull, real, load) - overhead) * matrices + overhead
+        if self.quantises:
+            busy = busy + copies * self.quantise_s() / 2
         if sums:
             rows = -(-real // int(self.table["comm_warps"]))
             busy = busy + np.where(pull, 0.0, rows * self.table["sum_row_s"])
