@@ -53,13 +53,14 @@ def run(case, dy, arch, ep_size=1, seed=None, **options):
 def check(case, dy, found, ep_size=1, exact=False):
     """``exact``: what MXFP8 quantises holds few bits, so that no sum rounds."""
     wanted = backward_reference(case, dy, ep_size, precision="mxfp8").named()
-    oracle = backward_oracle(case, dy).named()
+    # What the clamp cuts off jumps, and quantising moves values across it: FP32 says nothing there.
+    oracle = {} if case.swiglu_limit else backward_oracle(case, dy).named()
     for name, value in found.named().items():
         assert value.dtype == wanted[name].dtype
         if exact:
             assert torch.equal(value, wanted[name]), name
         assert relative_l2(value, wanted[name]) < LIMIT, name
-        if not name.startswith("shared"):
+        if name in oracle and not name.startswith("shared"):
             assert relative_l2(value, oracle[name]) < FP32_LIMIT.get(name, 8e-2), name
 
 
@@ -124,9 +125,8 @@ SHAPES = {
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_on_blackwell(name, ep_size):
-    """Random values, a clamp between two BF16 values, a ring that wraps."""
-    kind = "skewed" if name == "many experts" else "random"
-    inputs = random_inputs(SHAPES[name], kind, limit=1 + 2.0**-8)
+    """Random values, a ring that wraps."""
+    inputs = random_inputs(SHAPES[name], "skewed" if name == "many experts" else "random")
     check(*inputs, run(*inputs, "sm_100a", ep_size, seed=2, macrobatch=1), ep_size)
 
 
@@ -134,7 +134,7 @@ def test_shapes_on_blackwell(name, ep_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_ten_seeds_on_blackwell(seed):
-    inputs = random_inputs(SHAPES["small"], "dropped")
+    inputs = random_inputs(SHAPES["small"], "dropped", limit=1.0 if seed % 2 else None)
     check(*inputs, run(*inputs, "sm_100a", 2, seed=seed, macrobatch=1), 2)
 
 
