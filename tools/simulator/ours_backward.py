@@ -148,12 +148,9 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         signal = np.where(pull, dispatch, push) + minibatch
         # Beyond the saved macrobatch x is pulled along with dy.
         matrices = np.where(pull & (before >= 0), 2, 1)
-        # The saved one's is quantised along the tokens where it lies.
-        copies = np.where(pull & (before < 0), 1, 0)
         items = costs.items(
-            ITEMS, kinds, pull, rows, minibatch, wait_ids, signal, load, matrices, sums=True,
-            copies=copies,
-        )  # fmt: skip
+            ITEMS, kinds, pull, rows, minibatch, wait_ids, signal, load, matrices, sums=True
+        )
     return Work(
         out, items, counters, costs.pipeline(), costs.workers, costs.comm_sms, costs.cluster,
         costs.table["start_s"], rows=load.rows,

@@ -174,12 +174,11 @@ class Costs:
         rate = np.where(load.local == 1.0, m["sm_bytes_per_s"] / 2, rate)
         busy = np.maximum(busy, real * 2.0 * self.hidden / rate)
         if self.quantises:
-            busy = busy + np.where(pull, self.quantise_s(), 0.0)
+            # Both orientations of whatever is pulled, as upstream. Ours makes the copy of x along the
+            # tokens in backward's dispatch instead of forward's: over both directions, the same work.
+            elements = self.tile.comm_m * self.hidden
+            busy = busy + np.where(pull, elements / t["quantise_elements_per_s"], 0.0)
         return busy + t["item_overhead_s"]
-
-    def quantise_s(self) -> float:
-        """Seconds to quantise an item's rows in both orientations."""
-        return self.tile.comm_m * self.hidden / self.table["quantise_elements_per_s"]
 
     def wires(
         self, pull: NDArray[np.bool_], payload: Floats, load: RankLoad
@@ -211,20 +210,16 @@ class Costs:
         load: RankLoad,
         matrices: Array | int = 1,
         sums: bool = False,
-        copies: Array | int = 0,
     ) -> Items:
         """Items of ``tile.comm_m`` rows each; ``matrices`` of them are moved per row.
 
         ``sums``: a push also adds up each row's router-weight gradient, a row per warp at a time.
-        ``copies``: of rows that are there already, made along the tokens (MXFP8).
         """
         real = load.real_rows(row, self.tile.comm_m)
         payload = real * 2.0 * self.hidden * matrices * np.where(pull, self.wire_share, 1.0)
         rx, tx, net = self.wires(pull, payload, load)
         overhead = self.table["item_overhead_s"]
         busy = (self.item_s(pull, real, load) - overhead) * matrices + overhead
-        if self.quantises:
-            busy = busy + copies * self.quantise_s() / 2
         if sums:
             rows = -(-real // int(self.table["comm_warps"]))
             busy = busy + np.where(pull, 0.0, rows * self.table["sum_row_s"])
