@@ -219,6 +219,22 @@ def test_code(spec):
     assert any(n.startswith("clusterlaunchcontrol.try_cancel") for n in found)
 
 
+def test_machine_code():
+    """One loop of block-scaled MMAs, two of BF16's (the shared expert's data and weights)."""
+    kernel = get_kernel(kernels.backward_spec("sm_100a", False, mxfp8=True))
+    found = kernel.instructions(modifiers=True)
+    assert found["UTCQMMA.2CTA"] == 4 and found["UTCHMMA.2CTA"] == 8
+    assert found["UTCCP.T.S.2CTA.4x32dp128bit"] == 3
+    assert sum(n for name, n in found.items() if name.startswith("USETMAXREG")) == 2
+
+
+def test_all_builds_are_listed():
+    for arch in ARCHS:
+        listed = kernels.mxfp8_kernels(arch, has_shared=True)
+        for wire in (False, True):
+            assert kernels.backward_spec(arch, False, mxfp8=True, wire=wire) in listed
+
+
 def test_registers_stay_within_the_launch():
     assert sum(BackwardKernel(False, "sm_100a", mxfp8=True).registers) <= 3 * 168
 
