@@ -452,10 +452,12 @@ class Mainloop(Invariant):
         ptx.tcgen05_after_sync()
         return acc, phase
 
-    def columns(self, worker: Worker, acc: Int32, *first: int) -> list[list[Float32]]:
-        """32 accumulator columns of this lane's row from each of ``first`` on."""
+    def columns(
+        self, worker: Worker, acc: Int32, *first: int, width: int = 32
+    ) -> list[list[Float32]]:
+        """``width`` (16 or 32) accumulator columns of this lane's row from each of ``first`` on."""
         base = worker.tmem + acc * self.tile_n
-        return ptx.tmem_load(*[base + at for at in first])
+        return ptx.tmem_load(*[base + at for at in first], width=width)
 
     def set_first(self, worker: Worker, acc: Int32, first: int, values: list[Float32]) -> None:
         """Write 32 columns of this lane's row from ``first`` on; ``hand_first`` passes them to the MMA."""
