@@ -4,7 +4,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from mok.kernels_cute import ptx
+from .. import ptx
 
 THREADS = 128
 HELD_BYTES = 200 * 1024  # with so much shared memory, a block has its SM for itself

@@ -12,11 +12,11 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
-from mok.kernels_cute import ptx
-from mok.kernels_cute.gemm import sm100, sm100_mxfp8
-from mok.kernels_cute.gemm.operands import make_tma, view
-from mok.kernels_cute.matrix import matrix
-from mok.kernels_cute.sync import advance
+from .. import ptx
+from ..gemm import sm100, sm100_mxfp8
+from ..gemm.operands import make_tma, view
+from ..matrix import matrix
+from ..sync import advance
 
 LOAD_WARP, MMA_WARP, WARPS = 4, 5, 6
 STAGES = 3

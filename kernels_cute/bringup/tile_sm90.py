@@ -9,10 +9,10 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-from mok.kernels_cute import ptx
-from mok.kernels_cute.gemm import sm90
-from mok.kernels_cute.gemm.operands import view
-from mok.kernels_cute.matrix import matrix
+from .. import ptx
+from ..gemm import sm90
+from ..gemm.operands import view
+from ..matrix import matrix
 
 THREADS = 384
 STAGES = 3

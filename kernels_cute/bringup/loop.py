@@ -9,9 +9,9 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-from mok.kernels_cute import ptx
-from mok.kernels_cute.queue import LaunchControl, Starts, broadcast, draw
-from mok.kernels_cute.sync import int_ptr
+from .. import ptx
+from ..queue import LaunchControl, Starts, broadcast, draw
+from ..sync import int_ptr
 
 HELD_BYTES = 200 * 1024
 COUNTERS = ("ticket", "started", "granted", "refused", "left", "done")  # places of ``counters``
