@@ -45,6 +45,7 @@ class Context:
         fault: one of ``FAULTS``, or "" for none.
         seed: of inputs and, in the emulator, of the adversarial machine.
         counters: reads the counters of what runs, even while it hangs.
+        rewrite: applied to the PTX of a rung's own kernels in the emulator, to damage them.
     """
 
     backend: Backend
@@ -52,6 +53,7 @@ class Context:
     fault: str = ""
     seed: int = 0
     counters: Callable[[], Any] | None = None
+    rewrite: Callable[[str], str] | None = None
     _launched: str = field(default="", repr=False)
 
     @property
@@ -77,7 +79,9 @@ class Context:
             return
         from mok.tools.emulator import Emulator
 
-        with Emulator(self.arch, num_sms, seed=self.seed, preempt=preempt) as emulator:
+        with Emulator(
+            self.arch, num_sms, seed=self.seed, preempt=preempt, rewrite=self.rewrite
+        ) as emulator:
             yield emulator
 
     @contextlib.contextmanager

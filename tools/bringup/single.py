@@ -192,7 +192,7 @@ def _exact_tiles(ctx: Context, configs: list[dict[str, Any]]) -> str:
         a, b = _integers(rows, K, ctx.seed), _integers(config["tile_n"], K, ctx.seed + 1)
         found = _tile(ctx, (a, b), config)
         ctx.compare(f"the tile of {config}", found, a.double() @ b.double().T)
-    return f"{len(configs)} tiles, exact"
+    return f"{len(configs)} tile{'s' if len(configs) > 1 else ''}, exact"
 
 
 def _tile(ctx: Context, operands: tuple[Tensor, ...], config: dict[str, Any]) -> Tensor:
