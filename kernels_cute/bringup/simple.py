@@ -3,6 +3,7 @@
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Int32, Int64, cute
+from cutlass.memory import SmemAllocator
 
 from .. import ptx
 
@@ -34,12 +35,12 @@ class HoldKernel:
     @cute.jit
     def __call__(self, count: Int64, blocks: Int32, naps: Int32, stream: cuda.CUstream):
         """``count``: int32 [1]."""
-        self.kernel(count, naps).launch(
-            grid=(blocks, 1, 1), block=(32, 1, 1), smem=HELD_BYTES, stream=stream
-        )
+        self.kernel(count, naps).launch(grid=(blocks, 1, 1), block=(32, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, count: Int64, naps: Int32):
+        held = SmemAllocator().allocate_tensor(Int32, cute.make_layout(HELD_BYTES // 4), 128)
+        held[cute.arch.thread_idx()[0]] = Int32(0)
         for _ in cutlass.range(naps, unroll=1):
             ptx.nanosleep(1000)
         if cute.arch.thread_idx()[0] == 0:

@@ -23,7 +23,6 @@ def posix(ctx: Context) -> str:
 def fabric(ctx: Context) -> str:
     """A fabric handle; where this is one host without IMEX, nothing needs it."""
     from mok.commands.doctor_gpu import imex
-    from mok.processes import launched
 
     if not ctx.on_gpu:
         raise NotHere("the emulator's ranks share memory on one host only")
@@ -31,9 +30,16 @@ def fabric(ctx: Context) -> str:
     try:
         return f"{_shared(ctx, 'fabric')}; IMEX {found}"
     except MokError as error:
-        if launched() or "channel" in found:
+        if several_hosts() or "channel" in found:
             raise
         raise NotHere(f"one host, which needs none: {error.value}; IMEX {found}") from None
+
+
+def several_hosts() -> bool:
+    """Whether torchrun or Slurm has started ranks on more than this host."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return size > here or (size > 1 and int(os.environ.get("SLURM_NNODES", "1")) > 1)
 
 
 def _shared(ctx: Context, kind: str) -> str:

@@ -229,6 +229,7 @@ class Climb:
             "state": check["state"],
             "found": check["found"],
             "seconds": ending.seconds,
+            "ranks": start.ranks,
             "same_ptx": same,
             "values": [_facts(e) for e in events if e["event"] == "value"][-24:],
         }

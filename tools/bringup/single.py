@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ KERNELS = "mok.kernels_cute.bringup"
 ROUNDING = 1e-5  # relative L2 of an FP32 sum of BF16 products against FP64
 K = 512
 LOOP_TASKS, LOOP_SMS = 96, 6
+RIVAL_AFTER_S = 1e-3  # of a loop of 10 ms or more
 
 
 # ------------------------------------------------------------------ kernels
@@ -259,7 +261,7 @@ def _loop(ctx: Context, clusters: int, competing: bool = False) -> dict[str, int
 
     tasks = LOOP_TASKS
     if ctx.on_gpu and ctx.backend.info is not None:
-        tasks = 40 * ctx.backend.info.num_sms
+        tasks = 100 * ctx.backend.info.num_sms  # about 20 ms of naps on pairs, 10 on single CTAs
         clusters = clusters if clusters < LOOP_TASKS else tasks + 40
     counters = torch.zeros(16, dtype=torch.int32)
     done = torch.zeros(tasks, dtype=torch.int32)
@@ -294,10 +296,7 @@ def _expect_met(ctx: Context, met: list[Any]) -> None:
 
 
 def _beside_a_rival(ctx: Context, kernel: Kernel, arguments: tuple[int, ...]) -> None:
-    """The loop on this stream, and in mid-run a grid of higher priority on another.
-
-    Both are noted before they start: they run at the same time, so which one hangs shows in the counters.
-    """
+    """The loop on this stream, and in mid-run a grid of higher priority on another."""
     device = ctx.backend.device
     assert ctx.backend.info is not None
     hold = hold_kernel(ctx.arch)
@@ -305,15 +304,18 @@ def _beside_a_rival(ctx: Context, kernel: Kernel, arguments: tuple[int, ...]) ->
     count = torch.zeros(1, dtype=torch.int32, device=device)
     high = torch.cuda.Stream(device, priority=-1)
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    hold.load()
-    kernel.load()
+    # Both are loaded before they meet: loading may wait for kernels that run.
+    scratch = torch.zeros(32, dtype=torch.int32, device=device)
+    launch(hold, count.data_ptr(), 1, 1, ctx.stream)
+    launch(kernel, scratch.data_ptr(), scratch.data_ptr() + 64, 1, 1, 1, ctx.stream)
+    ctx.wait()
+    count.zero_()
     torch.cuda.synchronize(device)
-    ctx.notes.kernel(hold)
     start = torch.cuda.Event(enable_timing=True)
     start.record()
     launch(kernel, *arguments, ctx.stream)
     ends[0].record()
-    high.wait_event(start)
+    time.sleep(RIVAL_AFTER_S)
     hold(count.data_ptr(), blocks, 500, high.cuda_stream)
     ends[1].record(high)
     ctx.wait()
