@@ -55,14 +55,14 @@ def forward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[
 
 
 def model_cases(
-    backend: Backend, model: str | None, quick: bool, limit: float
+    backend: Backend, model: str | None, quick: bool, limit: float, training: bool = False
 ) -> Iterator[CheckCase]:
     """The shape of ``model``, or of all models, with random values (within ``limit``) and exact ones."""
     names = [model] if model else list(MODELS)
     if quick and not model:
         names = ["qwen3-30b-a3b", "deepseek-v3"]
     for name in names:
-        for case in _model_cases(backend, name):
+        for case in _model_cases(backend, name, training=training):
             if case.metric == "relative_l2":
                 case = dataclasses.replace(case, limit=limit)
             yield case
@@ -109,10 +109,12 @@ def mxfp8_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[Ch
             )
 
 
-def _model_cases(backend: Backend, name: str, multiple: int = 64) -> Iterator[CheckCase]:
+def _model_cases(
+    backend: Backend, name: str, multiple: int = 64, training: bool = False
+) -> Iterator[CheckCase]:
     real = Shape.of_model(MODELS[name], GPU_MODEL_TOKENS)
     if backend.on_gpu:
-        shape, ep_size = fit_to_gpu(real, backend.device), 1
+        shape, ep_size = fit_to_gpu(real, backend.device, training), 1
     else:
         factor = 32 if backend.kind == "emulator" else 16
         shape = shrink(dataclasses.replace(real, num_tokens=32), factor)

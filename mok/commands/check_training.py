@@ -33,7 +33,7 @@ def backward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator
 
     With ``model``, its shape alone.
     """
-    yield from model_cases(backend, model, quick, GRADIENT_LIMIT)
+    yield from model_cases(backend, model, quick, GRADIENT_LIMIT, training=True)
     if model:
         return
     tokens = 4096 if backend.on_gpu else 40
@@ -116,7 +116,7 @@ def bits_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[Bit
     shape = Shape(_tokens(backend), 128, 192, 3, 2, shared_intermediate_size=64)
     if model:
         real = Shape.of_model(MODELS[model], _tokens(backend))
-        shape = fit_to_gpu(real, backend.device) if backend.on_gpu else shrink(real, 32)
+        shape = fit_to_gpu(real, backend.device, True) if backend.on_gpu else shrink(real, 32)
     for way in _ways(backend, quick):
         name = f"{model} {way.name}" if model else way.name
         yield dataclasses.replace(way, name=name, shape=shape)

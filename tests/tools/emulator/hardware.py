@@ -3,7 +3,7 @@
 On a GPU one command writes ``tests/data/h200.json``, with the arrays that are compared within a
 tolerance beside it:
 
-    python -m tests.tools.emulator.hardware
+    python -m tests.tools.emulator.hardware [PROGRAM …]
 
 Programs whose package is missing there are left out and named.
 """
@@ -11,12 +11,14 @@ Programs whose package is missing there are left out and named.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import importlib.util
 import json
 import sys
+import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -36,9 +38,11 @@ def forward(ep_size: int, exact: bool = True, **shape) -> Program:
 
     def run(device: str) -> Outputs:
         from tests.forward_runs import ForwardRun
+        from tests.helpers_layer import to_device
 
         make = integer_case if exact else random_case
-        case = make(Shape(96, 128, 128, 4, 2, ep_size, **shape), seed=1, device=device)
+        # Made on the CPU: a GPU draws other random values from the same seed.
+        case = to_device(make(Shape(96, 128, 128, 4, 2, ep_size, **shape), seed=1), device)
         comm = 0 if ep_size == 1 else 2
         sizes = {"minibatch": 256, "macrobatch": 512, "grid": 8, "num_comm_ctas": comm}
         layer = ForwardRun(case, ARCH, ep_size, device=device, **sizes)
@@ -79,9 +83,26 @@ def sums() -> Program:
     return run
 
 
+@contextlib.contextmanager
+def without_init(name: str) -> Iterator[None]:
+    """A package without its __init__, which imports more than is needed."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.submodule_search_locations is not None
+    before, package = sys.modules.get(name), types.ModuleType(name)
+    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+    sys.modules[name] = package
+    try:
+        yield
+    finally:
+        sys.modules.pop(name)
+        if before is not None:
+            sys.modules[name] = before
+
+
 def quack_gemm(cluster: tuple[int, int, int], **options) -> Program:
     """A dense GEMM of quack-kernels on integers."""
 
+    @without_init("quack")
     def run(device: str) -> Outputs:
         import cuda.bindings.driver as cuda
         import cutlass
@@ -194,9 +215,13 @@ def unpacked(text: str, like: Tensor) -> Tensor:
     return torch.frombuffer(raw, dtype=torch.float32).view(like.shape)
 
 
-def record(device: str) -> Iterator[tuple[str, dict[str, object] | None]]:
+def record(
+    device: str, names: Sequence[str] = ()
+) -> Iterator[tuple[str, dict[str, object] | None]]:
     """Each program's name, and its outputs as the record holds them; None where it cannot run."""
     for name, (program, package, exact) in PROGRAMS.items():
+        if names and name not in names:
+            continue
         if not available(package):
             yield name, None
             continue
@@ -212,13 +237,17 @@ def main() -> int:
         print("This records what a Hopper GPU computes, and there is none.", file=sys.stderr)
         return 2
     found: dict[str, object] = {}
-    for name, entry in record("cuda"):
+    names = sys.argv[1:]  # these alone, beside what was recorded before
+    if names and RECORD.exists():
+        found = json.loads(RECORD.read_text())["programs"]
+    for name, entry in record("cuda", names):
         print(f"{name}: {'recorded' if entry else 'left out, its package is missing'}", flush=True)
         if entry:
             found[name] = entry
     document = {"device": torch.cuda.get_device_name(), "torch": torch.__version__} | {
         "programs": found
     }
+    RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps(document, indent=1) + "\n")
     print(f"{len(found)} programs in {RECORD}")
     return 0 if len(found) >= 8 else 1
