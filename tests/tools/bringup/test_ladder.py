@@ -79,6 +79,40 @@ def test_processes_hold_hang_and_die(tmp_path):
     assert "signal SIGABRT" in climb.failure["found"]
 
 
+@pytest.mark.emulator
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fault", ["", "wrong"])
+def test_two_processes_are_a_tray(fault, tmp_path):
+    climb = Climb(
+        rungs("tray", "tray"), "sm_100a", True, tmp_path, 4, {"tray": fault}, say=SAY,
+    )  # fmt: skip
+    climb.run()
+    (check,) = climb.checks
+    assert check["state"] == ("failed" if fault else "ok")
+    assert {path.name for path in tmp_path.glob("*.jsonl")} == {
+        "tray-emulated-rank0.jsonl", "tray-emulated-rank1.jsonl",
+    }  # fmt: skip
+    if fault:
+        assert "1 of" in check["found"] and climb.failure["kernel"]
+
+
+@pytest.mark.emulator
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_under_torchrun_it_climbs_to_the_rack(tmp_path):
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "mok", "bringup", "--emulate"]
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, timeout=1700)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}" / "bringup.json").read_text())
+        states = [check["state"] for check in found["checks"]]
+        assert states == ["not here", "ok"] and found["failure"] is None
+
+
 def as_on_a_gpu(start):
     """What the processes of a GPU and of the emulator would have written."""
     notes = Notes(start.paths()[0], start.folder / "kernels")

@@ -90,6 +90,12 @@ def test_a_damaged_result_is_noticed(name, tmp_path):
         assert last["mismatches"] == 1 and last["first"][0]["found"] != last["first"][0]["expected"]
 
 
+@pytest.mark.slow
+def test_damaged_gradients_of_mxfp8_are_noticed(tmp_path):
+    with pytest.raises(WrongError, match="against the quantised"):
+        run(tmp_path, "backward-mxfp8", "sm_90a", fault="wrong")
+
+
 # What is taken out of a rung's kernel; the second, third … of its kind where the first matters less.
 DAMAGE = {
     "copy": r"st\.global\.v4\.b32 ",
