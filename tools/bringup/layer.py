@@ -192,6 +192,7 @@ def laid_out(
         ctx.counters = lambda: {
             "forward": workspace.counters(), "backward": workspace.counters("backward"),
         }  # fmt: skip
+        ctx.counters()  # what reading needs is made now: later, that might wait for a kernel
         yield layer
 
 
