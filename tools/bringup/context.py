@@ -234,5 +234,6 @@ def first_wrong(found: Tensor, expected: Tensor, wrong: Tensor) -> list[dict[str
     shown = []
     for index in wrong[:SHOWN]:
         at = tuple(index.tolist())
-        shown.append({"at": list(at), "found": str(found[at]), "expected": str(expected[at])})
+        pair = {"found": found[at].item(), "expected": expected[at].item()}
+        shown.append({"at": list(at), **pair})
     return shown

@@ -161,9 +161,12 @@ class Climb:
         if emulate:
             ranks = min(ranks, 2)
         given = self.faults.get(rung.name, "") if fault else ""
-        return Start(
+        start = Start(
             rung, self.arch, emulate, self.folder, ranks, limit * self.limit_scale, given, self.seed
         )
+        for path in start.paths():  # an earlier run's would pass for this one's
+            path.unlink(missing_ok=True)
+        return start
 
     def _read(self, start: Start, ending: Ending) -> dict[str, Any]:
         """A rung's entry of the document, from what its processes wrote."""

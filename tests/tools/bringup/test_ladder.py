@@ -166,6 +166,18 @@ def test_every_rank_must_hold(tmp_path, monkeypatch):
     assert climb.failure["launches"] == ["tray-emulated-rank1"] and check["remedy"] == "do this"
 
 
+def test_notes_of_an_earlier_run_do_not_count(tmp_path):
+    """A process that dies before it writes anything."""
+    old = Notes(tmp_path / "copy-emulated.jsonl", tmp_path / "kernels")
+    old.write("result", state="ok", found="long ago")
+    climb = Climb(
+        rungs("copy", "copy"), "sm_100a", True, tmp_path, executor=lambda start: Ending(1, 0.1),
+        say=SAY,
+    )  # fmt: skip
+    climb.run()
+    assert climb.checks[0]["state"] == "failed" and "exit code 1" in climb.failure["found"]
+
+
 def test_notes_of_a_torn_line(tmp_path):
     path = tmp_path / "n.jsonl"
     notes = Notes(path, tmp_path / "kernels")
