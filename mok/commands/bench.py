@@ -61,7 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     peers.add_argument(
         "--peers", action="append", metavar="NAME[=PATH],…",
         help="of torch, sonic, flashinfer, upstream, cublas, or none; PATH: a folder to import it "
-        "from, or upstream's Python interpreter",
+        "from, or upstream's Python interpreter. With --suite published of nccl-torch, deepep-torch, "
+        "deepep-te, hybridep-megatron, upstream=PYTHON",
     )  # fmt: skip
     peers.add_argument(
         "--sonic-tune", action="store_true", help="let SonicMoE's own tuner run (minutes a shape)"

@@ -163,6 +163,8 @@ class HybridEp:
             raise Unavailable("this DeepEP has no HybridEP (the branch hybrid-ep has it)")
         if share.layer.ep < 2:
             raise Unavailable("HybridEP needs two ranks or more")
+        if hasattr(fused_a2a, "reset_hybrid_ep_buffer"):  # one for all layers: of another's sizes
+            fused_a2a.reset_hybrid_ep_buffer()
         self.calls, self.layer, self.group = fused_a2a, share.layer, share.group
         self.pad = align if align > 1 else None
 

@@ -149,7 +149,7 @@ class GroupedLinear(nn.Module):
         return torch.cat([a @ w.T for a, w in zip(rows.split(m_splits), weights, strict=True)])
 
 
-STATE = {"mxfp8": False, "entered": 0}
+STATE = {"mxfp8": False, "entered": 0, "resets": 0}
 
 
 @contextlib.contextmanager
@@ -186,6 +186,7 @@ def install(monkeypatch, *names, older=False):
     a2a = module(
         "megatron.core.transformer.moe.fused_a2a",
         hybrid_ep_dispatch=hybrid_ep_dispatch, hybrid_ep_combine=hybrid_ep_combine,
+        reset_hybrid_ep_buffer=lambda: STATE.update(resets=STATE["resets"] + 1),
     )  # fmt: skip
     swiglu = module(
         "megatron.core.fusions.fused_bias_swiglu",

@@ -83,6 +83,15 @@ def test_deepep_sends_gradients_along_the_same_ways(alone, monkeypatch):
     assert fakes.ElasticBuffer.calls == ["dispatch", "combine", "dispatch again", "combine"]
 
 
+def test_hybridep_keeps_no_buffer_of_another_layer(alone, monkeypatch):
+    fakes.install(monkeypatch, "megatron", "te")
+    monkeypatch.setitem(fakes.STATE, "resets", 0)
+    for _ in range(2):
+        with programs.peer("hybridep-megatron", share_of(alone, ep=2), "bf16"):
+            pass
+    assert fakes.STATE["resets"] == 2
+
+
 @pytest.mark.parametrize("older", [False, True])
 def test_transformer_engine_quantises_in_its_autocast(older, alone, monkeypatch):
     fakes.install(monkeypatch, "deep_ep", "te", older=older)
