@@ -441,7 +441,8 @@ class MegaKernel(PairTurns):
         ticket, cursor = feed.ticket, feed.cursor
         if cutlass.const_expr(self.hopper):
             entry, cursor = self.decode(ctx, prog, broadcast(ticket), cursor)
-            shared.queue.put(entry, feed.slot, feed.phase)
+            shared.queue.wait_free(feed.slot, feed.phase)
+            shared.queue.put(entry, feed.slot)
             ticket = draw(ctx.counters.ticket)
             self.wait_for(ctx, prog, entry)
         else:
@@ -474,7 +475,7 @@ class MegaKernel(PairTurns):
                 ticket = broadcast(draw(ctx.counters.ticket))
             entry, cursor = self.decode(ctx, prog, ticket, cursor)
             self.wait_for(ctx, prog, entry)
-            queue.put(entry, slot, phase)
+            queue.put(entry, slot)
             slot, phase = next_slot(slot, phase)
             kind = entry.kind
             if kind != END and asking != 0:
@@ -532,7 +533,6 @@ class MegaKernel(PairTurns):
                     shared, fragments, tmem, entry, stage, phase, acc, acc_phase
                 )
                 acc, acc_phase = sync.advance(acc, acc_phase, main.acc_stages)
-        main.finish_mma(bars, acc, acc_phase)
 
     def multiply(self, shared, fragments, tmem, entry, stage, phase, acc, acc_phase):
         """One task of the MMA role."""

@@ -47,7 +47,6 @@ class CommRoles(MegaKernel):
                 cute.arch.sync_threads()
                 if item.kind == DISPATCH:
                     self.bring_in(prog, item, schedule, sizes, buffers, warp)
-                    cute.arch.fence_proxy("async.global")
                 else:
                     self.push_out(item, schedule, sizes, buffers, warp)
                 cute.arch.sync_threads()
@@ -58,8 +57,6 @@ class CommRoles(MegaKernel):
                         sync.arrive(counters.push + item.minibatch)
                     if cutlass.const_expr(self.trace):
                         ctx.tracer.end()
-            else:
-                cute.arch.sync_threads()
 
     @cute.jit
     def decode_item(self, prog, schedule, sizes, index, minibatch):

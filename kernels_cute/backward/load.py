@@ -202,7 +202,8 @@ class LoadRoles(MegaKernel):
         while kind != END:
             entry, feed = self.next_task(ctx, prog, shared, feed)
             kind = entry.kind
-            # What was waited for reached memory by way of other threads; TMA reads past them.
+            # What was waited for reached memory by way of other threads; TMA reads past them. This one
+            # fence stands for all of them: it lies behind their writes and before every load.
             cute.arch.fence_proxy("async.global")
             if cutlass.const_expr(self.pair):
                 if kind == IDLE:

@@ -68,7 +68,6 @@ class ResultRoles(MegaKernel):
                     if is_set:
                         set_phase ^= 1
                 acc, acc_phase = sync.advance(acc, acc_phase, main.acc_stages)
-        main.finish_mma(bars, acc, acc_phase)
 
     @cute.jit
     def result_role(self, ctx, shared, worker):

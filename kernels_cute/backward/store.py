@@ -97,7 +97,6 @@ class StoreRoles(MegaKernel):
                 if kind == DDOWN or kind == SHARED + DDOWN:
                     steps += self.chunk_steps
                 stage = (stage + steps) % self.mainloop.stages
-        staging.drain()
 
     def unstaged(self, entry) -> Int32:
         """1 for a weight gradient that the result warps write themselves."""

@@ -223,17 +223,14 @@ class Staging(Invariant):
 
     @cute.jit
     def signal(self, counter: cute.Pointer):
-        """Count a tile as done once all stores of the store warp are in memory."""
-        self.drain()
+        """Count a tile as done once all stores of the store warp are in memory.
+
+        Their completion implies a proxy fence (PTX, ``cp.async.bulk``). Who reads them with TMA needs its own.
+        """
+        cute.arch.cp_async_bulk_wait_group(0)
+        cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             sync.arrive(counter)
-
-    @cute.jit
-    def drain(self):
-        """Wait until all stores of the store warp are in memory."""
-        cute.arch.cp_async_bulk_wait_group(0)
-        cute.arch.fence_proxy("async.global")
-        cute.arch.sync_warp()
 
 
 class RowStaging(Staging):

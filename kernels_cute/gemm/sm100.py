@@ -18,8 +18,9 @@ Mbarriers. "First" is CTA 0, where the pair's counts are kept; its MMA warp work
 Phases. A load for use n of a stage waits, in its own CTA, for phase n-1 of ``empty``, which completes after
 the MMAs that read use n-1, hence after phase n-1 of ``full``: no byte is counted in an earlier phase. Gather
 warps arrive on ``empty`` in every use, gathered or not, so that they are never two phases away, where a
-parity says nothing. Before a CTA leaves, its load warp has seen all stages empty, its epilogue warps the last
-accumulator full, and the MMA warp both accumulators empty: no arrival comes to a CTA that is gone.
+parity says nothing. Before a CTA leaves, its load warp has seen all stages empty and its epilogue warps the last
+accumulator full: no commit arrives at a CTA that is gone. The other arrivals, on ``acc_empty``, come before the
+cluster barrier at the end of the roles.
 
 The operands of a contraction over rows are MN-major: (…, 64) of 64 rows each, as strips of 64 columns whose
 rows are 128 bytes. A box of 128 by 64 then is two strips; both majors use the same bytes of a stage.
@@ -428,13 +429,6 @@ class Mainloop(Invariant):
     def place(self, acc: Int32, acc_phase: Int32) -> Int32:
         """Which of the places in tensor memory an accumulator takes."""
         return acc
-
-    @cute.jit
-    def finish_mma(self, bars: Bars, acc: Int32, acc_phase: Int32):
-        """Wait until both accumulators are empty: the other CTA's last arrivals are here."""
-        for _ in cutlass.range(self.acc_stages, unroll=1):
-            ptx.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
-            acc, acc_phase = advance(acc, acc_phase, self.acc_stages)
 
     # ---- accumulators for the epilogue ----
 
