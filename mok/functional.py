@@ -45,7 +45,9 @@ def on_device(position: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             workspace: Any = args[position] if len(args) > position else kwargs.get("workspace")
             device = getattr(workspace, "device", None)
-            if getattr(device, "type", "cpu") != "cuda":
+            if device is None or device.type != "cuda":
+                return function(*args, **kwargs)
+            if torch.cuda.current_device() == device.index:
                 return function(*args, **kwargs)
             with torch.cuda.device(device):
                 return function(*args, **kwargs)
