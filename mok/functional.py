@@ -44,8 +44,8 @@ def on_device(position: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(function)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             workspace: Any = args[position] if len(args) > position else kwargs.get("workspace")
-            device = getattr(workspace, "device", None)
-            if device is None or device.type != "cuda":
+            device: Any = getattr(workspace, "device", None)
+            if getattr(device, "type", "cpu") != "cuda":
                 return function(*args, **kwargs)
             if torch.cuda.current_device() == device.index:
                 return function(*args, **kwargs)
