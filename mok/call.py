@@ -75,6 +75,7 @@ class ForwardContext:
     gate_shared: list[Tensor | None] = field(default_factory=list)
     up_shared: list[Tensor | None] = field(default_factory=list)
     x_scales: list[Tensor] = field(default_factory=list)
+    used: bool = False  # by a backward call that did not keep it
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for autograd's saved-tensor hooks."""

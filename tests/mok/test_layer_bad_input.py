@@ -16,6 +16,7 @@ from mok.call import schedule_sizes
 from mok.config import Config, Shape
 from mok.errors import (
     CapacityError,
+    ContextError,
     DeviceError,
     DriverError,
     DtypeError,
@@ -470,6 +471,14 @@ def test_backward_without_a_saved_context(idle, what):
             torch.zeros(T, H, dtype=BF16),
             *arguments().values(),
         )
+
+
+def test_a_context_used_twice(idle):
+    with workspace() as made:
+        context = context_of(made)
+        context.used = True
+        with refused(ContextError, "used", "keep_context=True", "recompute_forward_context"):
+            backward(made, context=context)
 
 
 @pytest.mark.parametrize("ring", [128, 1024])
