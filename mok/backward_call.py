@@ -348,6 +348,7 @@ class BackwardCall(Call):
                     self.config.trace,
                     self.mxfp8,
                     self.sizes.wire,
+                    self.limited,
                 )
             ),
             *arguments.values(),

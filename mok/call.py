@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mok.arguments import check_tensor, check_tunables, per_rank, stream_of
-from mok.config import CLUSTER_CTAS, Config
+from mok.config import Config
 from mok.errors import ResourceError, ShapeError
 from mok.kernels_cute import trace
 from mok.runtime.launch import launch
@@ -180,6 +180,7 @@ class Call:
         self.stream = stream_of(workspace)
         self.ring = self.sizes.ring
         self.limit = math.inf if swiglu_limit is None else float(swiglu_limit)
+        self.limited = self.limit != math.inf
         if not self.limit >= 0:
             raise ShapeError("swiglu_limit must be at least 0", swiglu_limit)
         H, I, K = self.shape.hidden_size, self.shape.intermediate_size, self.shape.topk
@@ -317,9 +318,9 @@ class Call:
         otherwise no more than fit.
         """
         from mok.kernels import scheduling_of
-        from mok.kernels_cute.machine import launch_grid
+        from mok.kernels_cute.machine import launch_grid, machine_of
 
-        cluster = CLUSTER_CTAS[self.workspace.arch]
+        cluster = machine_of(self.workspace.arch).cluster
         usable = (num_sms(self.workspace) - self.config.reserved_sms) // cluster * cluster
         comm = 0 if self.direct else -(-comm_sms // cluster) * cluster
         if comm + cluster > usable:
@@ -387,10 +388,10 @@ class Call:
     def _planned(self, key: tuple[Any, ...], make: Callable[..., Plan]) -> Plan:
         """What such a launch takes from the shape and the config: made once and kept."""
         plans = self.workspace.plans
-        key = (*key, self.x[key[0]].shape[0], num_sms(self.workspace))
+        key = (*key, self.limited, self.x[key[0]].shape[0], num_sms(self.workspace))
         plan = plans.get(key)
         if plan is None or (plan.config is not self.config and plan.config != self.config):
-            plan = plans[key] = make(*key[:-2])
+            plan = plans[key] = make(*key[:-3])
         return plan
 
     def _plan_forward(self, i: int, save: bool, recompute: bool) -> Plan:
@@ -399,7 +400,7 @@ class Call:
 
         w, s, c, rank = self.workspace, self.sizes, self.config, self.local_ranks[i]
         grid, comm = self.launch_shape(c.fwd_num_comm_sms)
-        options = (c.launch_control, c.trace, self.mxfp8, s.wire)
+        options = (c.launch_control, c.trace, self.mxfp8, s.wire, self.limited)
         if recompute:
             spec = kernels.recompute_spec(w.arch, self.direct, *options)
         else:

@@ -21,15 +21,16 @@ def forward_spec(
     trace: bool = False,
     mxfp8: bool = False,
     wire: bool = False,
+    limited: bool = False,
 ) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank, BF16) gathers rows in place, without the ring.
 
     ``trace`` records begin and end of every task; ``mxfp8``: routed experts in MXFP8;
-    ``wire``: x travels quantised.
+    ``wire``: x travels quantised; ``limited``: SwiGLU clamps at the call's limit.
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
-    name, config = _precision(name, config, mxfp8, wire)
+    name, config = _variant(name, config, mxfp8, wire, limited)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
@@ -41,11 +42,12 @@ def recompute_spec(
     trace: bool = False,
     mxfp8: bool = False,
     wire: bool = False,
+    limited: bool = False,
 ) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
     config = {"direct": direct, "save_context": True, "recompute": True}
     name = f"recompute_{_path(direct)}"
-    name, config = _precision(name, config, mxfp8, wire)
+    name, config = _variant(name, config, mxfp8, wire, limited)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
@@ -127,10 +129,12 @@ def backward_spec(
     trace: bool = False,
     mxfp8: bool = False,
     wire: bool = False,
+    limited: bool = False,
 ) -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there). Other arguments as forward's."""
-    name, more = _precision(f"backward_{_path(direct)}_{grad_mode}", {}, mxfp8, wire)
+    name = f"backward_{_path(direct)}_{grad_mode}"
+    name, more = _variant(name, {}, mxfp8, wire, limited)
     return _for_machine(
         name, arch, BACKWARD, launch_control, trace, direct=direct, grad_mode=grad_mode, **more
     )
@@ -213,10 +217,13 @@ def _for_machine(
     return KernelSpec(name, arch, factory, tuple(sorted({"arch": arch, **config}.items())))
 
 
-def _precision(
-    name: str, config: dict[str, bool], mxfp8: bool, wire: bool
+def _variant(
+    name: str, config: dict[str, bool], mxfp8: bool, wire: bool, limited: bool
 ) -> tuple[str, dict[str, bool]]:
-    """A kernel's name and configuration with MXFP8 experts, and with MXFP8 on the wire."""
+    """A kernel's name and configuration with MXFP8 experts, with MXFP8 on the wire, and with a clamp."""
+    config = {**config, "limited": limited}
+    if limited:
+        name = f"{name}_limited"
     if mxfp8:
         name, config = f"{name}_mxfp8", {**config, "mxfp8": True}
     if wire:

@@ -86,7 +86,8 @@ class BackwardRun:
             config["mxfp8"] = True
         self.mxfp8 = mxfp8
         self.arch = arch or arch_of(case.x.device)
-        spec = kernels.backward_spec(self.arch, direct, grad_mode)
+        self.limited = case.swiglu_limit is not None
+        spec = kernels.backward_spec(self.arch, direct, grad_mode, limited=self.limited)
         if config:
             spec = replace(spec, config=tuple(sorted({**dict(spec.config), **config}.items())))
         self.spec = spec
@@ -309,7 +310,9 @@ class _Rank:
         shared_i = max(run.shared_i, 64)
         self.y = run.full(self.rows, run.hidden)
         call(
-            kernels.forward_spec(run.arch, run.direct, save_context=True, mxfp8=run.mxfp8),
+            kernels.forward_spec(
+                run.arch, run.direct, save_context=True, mxfp8=run.mxfp8, limited=run.limited
+            ),
             run.device,
             x=run.views["x"][self.rank],
             x_ring=self.saved_x,

@@ -45,6 +45,9 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         mxfp8: routed experts in MXFP8, expanded to BF16; Hopper, not with ``direct``.
         wire: with mxfp8, x_heap is quantised already (dy_heap never is). Changes no bit of any result.
         trace: record begin and end of every task (``tracing``).
+        lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
+        pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
+        limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -63,6 +66,9 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         trace: bool = False,
         mxfp8: bool = False,
         wire: bool = False,
+        lead: int | None = None,
+        pair: bool | None = None,
+        limited: bool = True,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
@@ -78,9 +84,10 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         if stages is None and not hopper:
             stages = BLACKWELL_STAGES
         store_stages = 2 if hopper else 4
-        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages)
+        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, lead, pair)
         self.wire = wire
         self.trace = trace
+        self.limited = limited
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
         self.tile = backward_tile(self.machine, group_m)
@@ -253,13 +260,13 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         targets = Targets(
             replay_gate=stage.tma_store(matrix(replay_gate, B, I)),
             replay_up=stage.tma_store(matrix(replay_up, B, I)),
-            d_gate=stage.tma_store(matrix(d_gate, B, I)),
-            d_up=stage.tma_store(matrix(d_up, B, I)),
-            weighted=stage.tma_store(matrix(weighted, B, I)),
+            d_gate=stage.tma_store_tall(matrix(d_gate, B, I)),
+            d_up=stage.tma_store_tall(matrix(d_up, B, I)),
+            weighted=stage.tma_store_tall(matrix(weighted, B, I)),
             dx=stage.tma_store(matrix(dx, dx_rows, H)),
-            shared_d_gate=stage.tma_store(matrix(shared_d_gate, T, S)),
-            shared_d_up=stage.tma_store(matrix(shared_d_up, T, S)),
-            shared_weighted=stage.tma_store(matrix(shared_weighted, T, S)),
+            shared_d_gate=stage.tma_store_tall(matrix(shared_d_gate, T, S)),
+            shared_d_up=stage.tma_store_tall(matrix(shared_d_up, T, S)),
+            shared_weighted=stage.tma_store_tall(matrix(shared_weighted, T, S)),
             shared_dx=stage.tma_store(matrix(shared_dx, T, H)),
             dw_gate=store_x(matrix(dw_gate, I, H, E)),
             dw_up=store_x(matrix(dw_up, I, H, E)),
@@ -308,6 +315,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         swiglu_limit: Float32,
     ):
         self.setup()
+        swiglu_limit = swiglu_limit if self.limited else None
         ctx = Context(sources, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
         if cutlass.const_expr(self.trace):

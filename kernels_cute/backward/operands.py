@@ -211,7 +211,7 @@ class Context(Invariant):
         self.buffers: Buffers = buffers
         self.watch: Watch = watch
         self.tracer: Tracer | None = None  # of a kernel built with ``trace``
-        self.swiglu_limit: Float32 = swiglu_limit
+        self.swiglu_limit: Float32 | None = swiglu_limit
 
     @property
     def counters(self) -> Counters:

@@ -13,7 +13,7 @@ from ..megakernel import FIRST_RESULT_WARP, MegaKernel
 from ..queue import next_slot
 from ..sync import select
 from .operands import float_ptr
-from .program import DDOWN, DX, END, REPLAY, SHARED, WDOWN, WUP
+from .program import DDOWN, DX, END, IDLE, REPLAY, SHARED, WDOWN, WUP
 
 
 class ResultRoles(MegaKernel):
@@ -64,6 +64,10 @@ class ResultRoles(MegaKernel):
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
             step = kind % SHARED
+            if cutlass.const_expr(self.pair):
+                if kind == IDLE:
+                    at, phase = main.skip_tile(bars, entry.k_tiles, at, phase)
+                    step = Int32(END)
             if kind == REPLAY:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase, "kk")
                 chunk, chunk_phase = self.replay_epilogue(shared, worker, at, chunk, chunk_phase)
@@ -81,7 +85,7 @@ class ResultRoles(MegaKernel):
                     ctx, shared, worker, entry, at, phase, chunk, chunk_phase
                 )
             if cutlass.const_expr(self.trace):
-                if kind != END and cute.arch.warp_idx() == FIRST_RESULT_WARP:
+                if self.works(kind) and cute.arch.warp_idx() == FIRST_RESULT_WARP:
                     ctx.tracer.end(self.unstaged(entry), tracing.RESULTED)
 
     @cute.jit

@@ -67,7 +67,7 @@ class StoreRoles(MegaKernel):
                     stores, self.to(shared, targets.shared_dx), rows, n, self.chunks, zero,
                     chunk, phase,
                 )  # fmt: skip
-            elif kind != END:
+            elif self.works(kind):
                 if cutlass.const_expr(self.grad_mode == "bf16"):
                     if kind < SHARED and entry.later == 0:
                         gradients = (targets.dw_gate, targets.dw_up, targets.dw_down)
@@ -83,7 +83,7 @@ class StoreRoles(MegaKernel):
                             shared, gradients, entry, kind - SHARED, chunk, phase
                         )
             if cutlass.const_expr(self.trace):
-                if kind != END:
+                if self.works(kind):
                     ctx.tracer.end(1 - self.unstaged(entry))
             if cutlass.const_expr(self.chunk_steps > 0):
                 steps = entry.k_tiles
@@ -114,7 +114,7 @@ class StoreRoles(MegaKernel):
         if cutlass.const_expr(self.chunk_steps > 0):
             places = (shared.sA, shared.sB_half, shared.sB_half)
             in_place = tuple(
-                self.staging.partition(target, place) for target, place in zip(targets, places)
+                self.staging.partition_tall(target, place) for target, place in zip(targets, places)
             )
             written = self.store_stages(
                 shared.bars, in_place, row_tile, entry.n, stage + entry.k_tiles, written
@@ -184,9 +184,7 @@ class StoreRoles(MegaKernel):
             )  # fmt: skip
         else:
             wide = self.wide(shared, target)
-            for c in cutlass.range_constexpr(self.chunks):
-                chunk, phase = self.staging.store(
-                    shared.stores, wide, entry.n * self.chunks + c, entry.m, entry.expert,
-                    chunk, phase, c == 0, c == self.chunks - 1,
-                )  # fmt: skip
+            chunk, phase = self.staging.store_wide_tile(
+                shared.stores, wide, entry.m, entry.n, self.chunks, entry.expert, chunk, phase
+            )
         return chunk, phase

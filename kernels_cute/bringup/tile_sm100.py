@@ -197,7 +197,20 @@ class TileKernel:
                 )
             elif cutlass.const_expr(self.ctas == 2):
                 stage, phase = main.load_tile(
-                    bars, a, True, zero, b, zero, b, one, zero, steps, stage, phase, first
+                    bars,
+                    a,
+                    True,
+                    zero,
+                    b,
+                    zero,
+                    b,
+                    one,
+                    zero,
+                    steps,
+                    stage,
+                    phase,
+                    shares=zero,
+                    k_first=first,
                 )
             else:
                 stage, phase = main.load_tile(bars, a, b, steps, stage, phase, first)

@@ -26,6 +26,7 @@ class Staging(Invariant):
 
     CHUNK_N = 64
     PIECES = 1  # calls of ``put`` that fill a buffer
+    BARRIERS = 1  # of each kind per buffer
 
     def __init__(self, tile_m: int, producer_warps: int, stages: int = 2):
         self.tile_m = tile_m
@@ -56,6 +57,14 @@ class Staging(Invariant):
         op = cpasync.CopyBulkTensorTileS2GOp()
         return make_tma(op, tensor, self.wide_layout, (self.CHUNK_N, self.tile_m))
 
+    def tma_store_tall(self, tensor: cute.Tensor) -> Tma:
+        """Stores of (tile_m, 64) from wherever they lie."""
+        return Staging.tma_store(self, tensor)
+
+    def partition_tall(self, tma: Tma, place: cute.Tensor) -> Operand:
+        """``partition`` for (tile_m, 64) chunks that lie in ``place``."""
+        return partition(tma, place, (self.tile_m, self.CHUNK_N))
+
     def partition_wide(self, tma: Tma, sD: cute.Tensor) -> Operand:
         """``partition`` for transposed chunks; ``sD`` is the buffers' view in ``wide_layout``."""
         return partition(tma, sD, (self.CHUNK_N, self.tile_m))
@@ -83,12 +92,16 @@ class Staging(Invariant):
         this lane gives; ``sD_row``: its address in buffer 0. Returns the next (chunk, phase).
         """
         if cutlass.const_expr(piece == 0):
-            cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
+            cute.arch.mbarrier_wait(bars.empty + self.barrier_of(chunk), phase ^ 1)
         self.write(packed, sD_row + chunk * self.chunk_bytes, row, piece)
         if cutlass.const_expr(piece == self.PIECES - 1):
-            self.hand_over(bars, chunk)
+            self.hand_over(bars, self.barrier_of(chunk))
             chunk, phase = advance(chunk, phase, self.stages)
         return chunk, phase
+
+    def barrier_of(self, chunk: Int32) -> Int32:
+        """The barrier by which this warp hands over its part of a buffer."""
+        return chunk
 
     @property
     def chunk_bytes(self) -> int:
@@ -122,7 +135,7 @@ class Staging(Invariant):
 
         ``warp_row``: the tile row (here: column) where the warp's 16 begin. Other arguments as ``put``.
         """
-        cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
+        cute.arch.mbarrier_wait(bars.empty + self.barrier_of(chunk), phase ^ 1)
         lane = cute.arch.lane_idx()
         base = sD_address + chunk * (self.tile_m * self.CHUNK_N * 2) + warp_row // 64 * 8192
         column = warp_row % 64 // 8 + lane // 8 % 2  # 16-byte column of this lane's address
@@ -132,7 +145,7 @@ class Staging(Invariant):
             ]
             row = 16 * j + lane // 16 * 8 + lane % 8
             ptx.stmatrix_x4_trans(base + row * 128 + ((column ^ (row % 8)) << 4), *packed)
-        self.hand_over(bars, chunk)
+        self.hand_over(bars, self.barrier_of(chunk))
         return advance(chunk, phase, self.stages)
 
     @cute.jit
@@ -180,6 +193,18 @@ class Staging(Invariant):
                 bars, target, row_tile, n * count + c, batch, chunk, phase,
                 i == 0, i == len(chunks) - 1,
             )  # fmt: skip
+        return chunk, phase
+
+    @cute.jit
+    def store_wide_tile(
+        self, bars: Stages, target: Operand, m: Int32, n: Int32, count: cutlass.Constexpr[int],
+        batch: Int32, chunk: Int32, phase: Int32,
+    ):  # fmt: skip
+        """Store the transpose of tile (m, n): ``count`` chunks of 64 rows and ``tile_m`` columns."""
+        for c in cutlass.range_constexpr(count):
+            chunk, phase = self.store(
+                bars, target, n * count + c, m, batch, chunk, phase, c == 0, c == count - 1
+            )
         return chunk, phase
 
     @cute.jit

@@ -223,12 +223,13 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
+        shares: Int32,
         k_first: Int32 | int = 0,
         b_by_tma: cutlass.Constexpr[bool] = True,
     ) -> tuple[Int32, Int32]:
         """Load this CTA's part of all K steps of a task (one warp): its rows of A, its half of B.
 
-        ``block`` counts tasks' row blocks, ``k_first`` is the first K step in the tensors. Without
+        ``shares`` is Hopper's. ``block`` counts tasks' row blocks, ``k_first`` is the first K step in the tensors. Without
         ``a_by_tma`` or ``b_by_tma`` the gather warps fill A or B. Returns the next (stage, phase).
         """
         rank = cute.arch.block_idx_in_cluster()
