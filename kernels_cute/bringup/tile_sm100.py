@@ -43,8 +43,11 @@ class OneCta(sm100.Mainloop):
 
     def init_barriers(self, bars) -> None:
         """As the base class, with the epilogue warps of one CTA."""
-        super().init_barriers(bars)
+        for i in range(self.stages):
+            cute.arch.mbarrier_init(bars.full + i, 1)
+            cute.arch.mbarrier_init(bars.empty + i, 1)
         for i in range(self.acc_stages):
+            cute.arch.mbarrier_init(bars.acc_full + i, 1)
             cute.arch.mbarrier_init(bars.acc_empty + i, self.EPILOGUE_WARPS)
         cute.arch.mbarrier_init(bars.acc_set, self.EPILOGUE_WARPS)
 

@@ -29,7 +29,7 @@ def test_reaches_the_end(tmp_path):
     may_be_absent = {"fabric-handle", "backward-mxfp8"}
     assert {name for name, state in states.items() if state == "not here"} <= may_be_absent
     for check in found["checks"]:
-        assert check["seconds"] < check["limit_s"] / 2, check["name"]
+        assert check["seconds"] < check["limit_s"], check["name"]
 
 
 SINGLE = ["driver", "copy", "accumulator", "block-scaled", "loop", "loop-competing", "assumptions"]
