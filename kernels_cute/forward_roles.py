@@ -174,7 +174,7 @@ class ForwardRoles(MegaKernel):
                     counters.x_ready + minibatch, prog.x_ready_target(minibatch), watch,
                     role, 0, ticket, minibatch,
                 )  # fmt: skip
-            if previous < prog.minibatches:
+            elif previous < prog.minibatches:  # in the ring the dispatch of x has waited for it
                 sync.wait_at_least(
                     counters.y_ready + previous, prog.y_ready_target(previous), watch,
                     role, 1, ticket, previous,
@@ -231,7 +231,8 @@ class ForwardRoles(MegaKernel):
                         trace.COMPUTE, kind, entry.ticket, entry.minibatch, entry.expert,
                         entry.block, entry.n,
                     )  # fmt: skip
-            # What was waited for reached memory by way of other threads; TMA reads past them.
+            # What was waited for reached memory by way of other threads; TMA reads past them. This one
+            # fence stands for all of them: it lies behind their writes and before every load.
             cute.arch.fence_proxy("async.global")
             if kind == UP:
                 if cutlass.const_expr(self.scaled):
@@ -487,7 +488,6 @@ class ForwardRoles(MegaKernel):
                 chunk, phase = staging.store_tile(
                     stores, shared_y, rows, entry.n, down_chunks, zero, chunk, phase
                 )
-                staging.drain()
             if cutlass.const_expr(self.trace):
                 if self.works(kind):
                     ctx.tracer.end()
@@ -537,7 +537,6 @@ class ForwardRoles(MegaKernel):
                             rows, item.row, count, buffers.x_heap, sizes.topk,
                             buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
                         )  # fmt: skip
-                    cute.arch.fence_proxy("async.global")
                 else:
                     comm.push_rows(
                         rows, item.row, count, buffers.y_ring + ring_row * rows.row_bytes,
@@ -551,8 +550,6 @@ class ForwardRoles(MegaKernel):
                         sync.arrive(ctx.counters.y_free + item.minibatch)
                     if cutlass.const_expr(self.trace):
                         ctx.tracer.end()
-            else:
-                cute.arch.sync_threads()
 
     @cute.jit
     def wait_item(self, ctx, prog, item, index):

@@ -9,7 +9,7 @@ A kernel brings its roles as methods; this class brings the machine. Warps of a 
     4-11  multiply, then the epilogue        3     first CTA: scheduler, draws and waits for both
                                                    second CTA: relay of the scheduler's entries
                                              4-7   epilogue
-                                             8-11  gather (direct)
+                                             8-11  gather (direct); quantise (backward in MXFP8)
 
 In ring builds the first clusters to start are comm workers, the others compute. Order of starting, not the
 block index, decides: so comm workers run before any compute cluster exists that waits for them, whatever
@@ -113,6 +113,7 @@ class MegaKernel(PairTurns):
     """
 
     trace = False  # record begin and end of every task
+    quantises = False  # warps of their own quantise results (Blackwell, where none gathers)
 
     def __init__(
         self,
@@ -372,17 +373,21 @@ class MegaKernel(PairTurns):
                     self.schedule_role(ctx, shared)
                 else:
                     shared.queue.relay(END)
+            # Nobody leaves while the other CTA may still reach it, or its tensor memory is read.
+            self.cluster_sync()
+            if warp == MMA_WARP:
+                cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
         elif warp < self.first_gather_warp:
             self.budget(1)
             self.result_role(ctx, shared, self.mainloop.worker(warp, tmem.toint()))
+            self.cluster_sync()
         else:
             self.budget(2)
             if cutlass.const_expr(self.direct):
                 self.gather_role(ctx, shared)
-        # Nobody leaves while the other CTA may still reach it, or its tensor memory is read.
-        self.cluster_sync()
-        if warp == MMA_WARP:
-            cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
+            elif cutlass.const_expr(self.quantises):
+                self.quantise_role(ctx, shared)
+            self.cluster_sync()
 
     # A kernel whose ``decode`` looks tickets up, which only grow, can carry how far it has got.
 
@@ -436,7 +441,8 @@ class MegaKernel(PairTurns):
         ticket, cursor = feed.ticket, feed.cursor
         if cutlass.const_expr(self.hopper):
             entry, cursor = self.decode(ctx, prog, broadcast(ticket), cursor)
-            shared.queue.put(entry, feed.slot, feed.phase)
+            shared.queue.wait_free(feed.slot, feed.phase)
+            shared.queue.put(entry, feed.slot)
             ticket = draw(ctx.counters.ticket)
             self.wait_for(ctx, prog, entry)
         else:
@@ -469,7 +475,7 @@ class MegaKernel(PairTurns):
                 ticket = broadcast(draw(ctx.counters.ticket))
             entry, cursor = self.decode(ctx, prog, ticket, cursor)
             self.wait_for(ctx, prog, entry)
-            queue.put(entry, slot, phase)
+            queue.put(entry, slot)
             slot, phase = next_slot(slot, phase)
             kind = entry.kind
             if kind != END and asking != 0:
@@ -527,7 +533,6 @@ class MegaKernel(PairTurns):
                     shared, fragments, tmem, entry, stage, phase, acc, acc_phase
                 )
                 acc, acc_phase = sync.advance(acc, acc_phase, main.acc_stages)
-        main.finish_mma(bars, acc, acc_phase)
 
     def multiply(self, shared, fragments, tmem, entry, stage, phase, acc, acc_phase):
         """One task of the MMA role."""

@@ -81,9 +81,8 @@ class TaskQueue(Invariant):
         cute.arch.sync_warp()
 
     @cute.jit
-    def put(self, entry: NamedTuple, index: Int32, phase: Int32):
-        """Publish an entry of up to ``WORDS`` int32 (whole warp; lane 0 writes) once its slot is free."""
-        self.wait_free(index, phase)
+    def put(self, entry: NamedTuple, index: Int32):
+        """Publish an entry of up to ``WORDS`` int32 in a free slot (whole warp; lane 0 writes)."""
         if cute.arch.lane_idx() == 0:
             self.fill(entry, index)
 
@@ -136,9 +135,8 @@ class PairQueue(TaskQueue):
         cute.arch.sync_warp()
 
     @cute.jit
-    def put(self, entry: NamedTuple, index: Int32, phase: Int32):
-        """Publish an entry to both CTAs (the producer's whole warp) once its slots are free."""
-        self.wait_free(index, phase)
+    def put(self, entry: NamedTuple, index: Int32):
+        """Publish an entry to both CTAs, in a slot free in both (the producer's whole warp)."""
         lane = cute.arch.lane_idx()
         if lane == 0:
             self.fill(entry, index)

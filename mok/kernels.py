@@ -171,20 +171,25 @@ def forward_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
     return kernels
 
 
-def mxfp8_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
-    """Every kernel that the weights and a forward call in MXFP8 may launch; rows always pass the ring."""
+def mxfp8_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> list[KernelSpec]:
+    """Every kernel that the weights and calls in MXFP8 may launch; rows always pass the ring."""
+    expanded = machine_of(arch).scaled_stages == 0
     kernels = [
-        quantise_spec(arch, True, False, machine_of(arch).scaled_stages == 0),
+        *(quantise_spec(arch, True, transposed, expanded) for transposed in (False, True)),
         quantise_rows_spec(arch),
         stage_ids_spec(arch),
         schedule_spec(arch),
         token_sum_spec(arch, False, has_shared),
         recompute_spec(arch, False, mxfp8=True),
+        plan_spec(arch),
+        router_grad_spec(arch, False),
+        token_sum_spec(arch, False, has_shared, has_weights=False),
     ]
     for wire in (False, True):
         kernels += [
             forward_spec(arch, False, save, mxfp8=True, wire=wire) for save in (False, True)
         ]
+        kernels.append(backward_spec(arch, False, grad_mode, mxfp8=True, wire=wire))
     return kernels
 
 

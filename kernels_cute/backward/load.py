@@ -99,6 +99,8 @@ class LoadRoles(MegaKernel):
         elif kind == SHARED + DX:
             k_size = 2 * sizes.shared_intermediate
         k_tiles = (k_size + self.mainloop.TILE_K - 1) // self.mainloop.TILE_K
+        if cutlass.const_expr(self.scaled):
+            k_tiles = select(kind < SHARED, k_size // self.mainloop.SCALED_K, k_tiles)
         entry = Entry(
             kind, block, block % prog.ring_blocks, m, n, block // prog.mb_blocks, expert,
             k_tiles, group, first, end, earlier, later, ticket,
@@ -200,7 +202,8 @@ class LoadRoles(MegaKernel):
         while kind != END:
             entry, feed = self.next_task(ctx, prog, shared, feed)
             kind = entry.kind
-            # What was waited for reached memory by way of other threads; TMA reads past them.
+            # What was waited for reached memory by way of other threads; TMA reads past them. This one
+            # fence stands for all of them: it lies behind their writes and before every load.
             cute.arch.fence_proxy("async.global")
             if cutlass.const_expr(self.pair):
                 if kind == IDLE:
@@ -215,7 +218,15 @@ class LoadRoles(MegaKernel):
                         select(kind % SHARED >= WDOWN, entry.m, entry.block), entry.n,
                     )  # fmt: skip
                 shares = self.shares(feed)
-                stage, phase = self.load_task(ctx, shared, entry, shares, stage, phase)
+                if cutlass.const_expr(self.scaled):
+                    if kind < SHARED:
+                        stage, phase = self.load_scaled_task(ctx, shared, entry, stage, phase)
+                    else:
+                        stage, phase = self.load_shared_task(
+                            ctx, shared, entry, shares, stage, phase
+                        )
+                else:
+                    stage, phase = self.load_task(ctx, shared, entry, shares, stage, phase)
         self.mainloop.finish_loads(shared.bars, stage, phase)
 
     @cute.jit
@@ -276,7 +287,18 @@ class LoadRoles(MegaKernel):
             stage, phase = self.load_x_weight(
                 shared, sources, sources.d_up_t, entry, saved, shares, stage, phase
             )
-        elif kind == SHARED + DDOWN:
+        else:
+            stage, phase = self.load_shared_task(ctx, shared, entry, shares, stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def load_shared_task(self, ctx, shared, entry, shares, stage, phase):
+        """``load_task`` of the shared expert."""
+        main, bars, sources = self.mainloop, shared.bars, ctx.sources
+        kind, n, block, k_tiles = entry.kind, entry.n, entry.block, entry.k_tiles
+        half = k_tiles // 2
+        zero = Int32(0)
+        if kind == SHARED + DDOWN:
             down = self.bt(shared, sources.shared_down_t)
             stage, phase = main.load_tile(
                 bars, self.a(shared, sources.dy), True, block,

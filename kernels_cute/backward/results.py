@@ -23,7 +23,9 @@ class ResultRoles(MegaKernel):
     def mma_role(self, shared, tmem):
         """Multiply for both CTAs, into one accumulator after the other (Blackwell)."""
         main, bars, queue = self.mainloop, shared.bars, shared.queue
-        kk = main.fragments(shared.storage, tmem, "kk")
+        kk = None
+        if cutlass.const_expr(not self.scaled):
+            kk = main.fragments(shared.storage, tmem, "kk")
         km = main.fragments(shared.storage, tmem, "km")
         mm = main.fragments(shared.storage, tmem, "mm")
         stage, phase = Int32(0), Int32(0)
@@ -35,21 +37,37 @@ class ResultRoles(MegaKernel):
             slot, slot_phase = next_slot(slot, slot_phase)
             kind, k_tiles = entry.kind, entry.k_tiles
             if kind != END:
-                if kind == REPLAY:
+                is_set = (entry.earlier != 0) | (k_tiles == 0)  # of weight gradients
+                if cutlass.const_expr(self.scaled):
+                    if kind < SHARED:
+                        stage, phase = main.mma_scaled_tile(
+                            bars, shared.storage, tmem.toint(), k_tiles, stage, phase,
+                            acc, acc_phase, is_set, set_phase,
+                        )  # fmt: skip
+                    elif kind < SHARED + WDOWN:
+                        stage, phase = main.mma_tile(
+                            bars, *km, k_tiles, stage, phase, acc, acc_phase, majors="km"
+                        )
+                    else:
+                        stage, phase = main.mma_tile(
+                            bars, *mm, k_tiles, stage, phase, acc, acc_phase, is_set, set_phase,
+                            "mm",
+                        )  # fmt: skip
+                    if is_set:
+                        set_phase ^= 1
+                elif kind == REPLAY:
                     stage, phase = main.mma_tile(bars, *kk, k_tiles, stage, phase, acc, acc_phase)
                 elif kind % SHARED < WDOWN:
                     stage, phase = main.mma_tile(
                         bars, *km, k_tiles, stage, phase, acc, acc_phase, majors="km"
                     )
                 else:
-                    is_set = (entry.earlier != 0) | (k_tiles == 0)
                     stage, phase = main.mma_tile(
                         bars, *mm, k_tiles, stage, phase, acc, acc_phase, is_set, set_phase, "mm"
                     )
                     if is_set:
                         set_phase ^= 1
                 acc, acc_phase = sync.advance(acc, acc_phase, main.acc_stages)
-        main.finish_mma(bars, acc, acc_phase)
 
     @cute.jit
     def result_role(self, ctx, shared, worker):

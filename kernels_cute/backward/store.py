@@ -9,6 +9,7 @@ from ..gemm.operands import view
 from ..megakernel import MegaKernel
 from ..queue import next_slot
 from .program import DDOWN, DX, END, REPLAY, SHARED, WDOWN, WGATE
+from .scaled import RESULTS
 
 
 class StoreRoles(MegaKernel):
@@ -39,15 +40,18 @@ class StoreRoles(MegaKernel):
                 )
                 staging.signal(counters.replay + entry.block)
             elif kind == DDOWN:
-                d_hidden = (targets.d_gate, targets.d_up, targets.weighted)
-                if cutlass.const_expr(self.mxfp8):
-                    d_hidden = d_hidden[
-                        :2
-                    ]  # the epilogue writes what is quantised along the tokens
-                chunk, phase, written = self.store_d_hidden(
-                    shared, d_hidden, ring_rows, entry, stage, chunk, phase, written
-                )
-                staging.signal(counters.ddown + entry.block)
+                if cutlass.const_expr(self.scaled):
+                    # The quantising warps read the buffers, and signal.
+                    chunk, phase = staging.pass_tile(stores, RESULTS * self.chunks, chunk, phase)
+                else:
+                    d_hidden = (targets.d_gate, targets.d_up, targets.weighted)
+                    if cutlass.const_expr(self.mxfp8):
+                        # The epilogue writes what is quantised along the tokens.
+                        d_hidden = d_hidden[:2]
+                    chunk, phase, written = self.store_d_hidden(
+                        shared, d_hidden, ring_rows, entry, stage, chunk, phase, written
+                    )
+                    staging.signal(counters.ddown + entry.block)
             elif kind == DX:
                 block = rows if cutlass.const_expr(self.direct) else ring_rows
                 chunk, phase = staging.store_tile(
@@ -84,13 +88,15 @@ class StoreRoles(MegaKernel):
                         )
             if cutlass.const_expr(self.trace):
                 if self.works(kind):
-                    ctx.tracer.end(1 - self.unstaged(entry))
+                    mine = 1 - self.unstaged(entry)
+                    if cutlass.const_expr(self.scaled):
+                        mine = sync.select(kind == DDOWN, Int32(0), mine)
+                    ctx.tracer.end(mine)
             if cutlass.const_expr(self.chunk_steps > 0):
                 steps = entry.k_tiles
                 if kind == DDOWN or kind == SHARED + DDOWN:
                     steps += self.chunk_steps
                 stage = (stage + steps) % self.mainloop.stages
-        staging.drain()
 
     def unstaged(self, entry) -> Int32:
         """1 for a weight gradient that the result warps write themselves."""
@@ -122,7 +128,7 @@ class StoreRoles(MegaKernel):
         else:
             chunk, phase = self.staging.store_tile(
                 shared.stores, self.to(shared, *targets), row_tile, entry.n, self.chunks,
-                Int32(0), chunk, phase,
+                Int32(0), chunk, phase, RESULTS if self.scaled else 0,
             )  # fmt: skip
         return chunk, phase, written
 

@@ -27,6 +27,7 @@ class Staging(Invariant):
     CHUNK_N = 64
     PIECES = 1  # calls of ``put`` that fill a buffer
     BARRIERS = 1  # of each kind per buffer
+    readers = 1  # warps that free a buffer: the store warp, and others that read some tiles instead
 
     def __init__(self, tile_m: int, producer_warps: int, stages: int = 2):
         self.tile_m = tile_m
@@ -42,10 +43,10 @@ class Staging(Invariant):
         self.wide_layout = cute.tile_to_shape(sw128_atom(), wide, order=(0, 1, 2))
 
     def init_barriers(self, bars: Stages) -> None:
-        """full: one arrival per producer warp; empty: the store warp's."""
+        """full: one arrival per producer warp; empty: the readers'."""
         for i in range(self.stages):
             cute.arch.mbarrier_init(bars.full + i, self.producer_warps)
-            cute.arch.mbarrier_init(bars.empty + i, 1)
+            cute.arch.mbarrier_init(bars.empty + i, self.readers)
 
     def tma_store(self, tensor: cute.Tensor) -> Tma:
         """Stores of (tile_m, 64) chunks to (rows, columns, batch); what lies outside is not written."""
@@ -175,7 +176,7 @@ class Staging(Invariant):
 
     @cute.jit
     def free(self, bars: Stages, chunk: Int32):
-        """Give a buffer back to the MMA warps."""
+        """Give a buffer back to the MMA warps, as far as this warp is concerned."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(bars.empty + chunk)
@@ -183,15 +184,19 @@ class Staging(Invariant):
     @cute.jit
     def store_tile(
         self, bars: Stages, targets, row_tile: Int32, n: Int32, count: cutlass.Constexpr[int],
-        batch: Int32, chunk: Int32, phase: Int32,
+        batch: Int32, chunk: Int32, phase: Int32, together: cutlass.Constexpr[int] = 0,
     ):  # fmt: skip
-        """Store column tile ``n`` of each target in turn, 64 columns at a time, as the MMA warps put them."""
+        """Store column tile ``n`` of each target in turn, 64 columns at a time, as the MMA warps put them.
+
+        ``together``: after so many chunks all buffers are free, for MMA warps that fill as many at once.
+        """
+        together = together or count * len(targets)
         chunks = [(c, target) for c in range(count) for target in targets]
         for i in cutlass.range_constexpr(len(chunks)):
             c, target = chunks[i]
             chunk, phase = self.store(
                 bars, target, row_tile, n * count + c, batch, chunk, phase,
-                i == 0, i == len(chunks) - 1,
+                i % together == 0, i % together == together - 1,
             )  # fmt: skip
         return chunk, phase
 
@@ -208,18 +213,24 @@ class Staging(Invariant):
         return chunk, phase
 
     @cute.jit
-    def signal(self, counter: cute.Pointer):
-        """Count a tile as done once all stores of the store warp are in memory."""
-        self.drain()
-        if cute.arch.lane_idx() == 0:
-            sync.arrive(counter)
+    def pass_tile(self, bars: Stages, count: Int32 | int, chunk: Int32, phase: Int32):
+        """A reading warp's part in ``count`` buffers that another reads: keep step, or a parity says nothing."""
+        for _ in cutlass.range(count, unroll=1):
+            cute.arch.mbarrier_wait(bars.full + chunk, phase)
+            self.free(bars, chunk)
+            chunk, phase = advance(chunk, phase, self.stages)
+        return chunk, phase
 
     @cute.jit
-    def drain(self):
-        """Wait until all stores of the store warp are in memory."""
+    def signal(self, counter: cute.Pointer):
+        """Count a tile as done once all stores of the store warp are in memory.
+
+        Their completion implies a proxy fence (PTX, ``cp.async.bulk``). Who reads them with TMA needs its own.
+        """
         cute.arch.cp_async_bulk_wait_group(0)
-        cute.arch.fence_proxy("async.global")
         cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            sync.arrive(counter)
 
 
 class RowStaging(Staging):

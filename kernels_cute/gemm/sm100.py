@@ -18,8 +18,9 @@ Mbarriers. "First" is CTA 0, where the pair's counts are kept; its MMA warp work
 Phases. A load for use n of a stage waits, in its own CTA, for phase n-1 of ``empty``, which completes after
 the MMAs that read use n-1, hence after phase n-1 of ``full``: no byte is counted in an earlier phase. Gather
 warps arrive on ``empty`` in every use, gathered or not, so that they are never two phases away, where a
-parity says nothing. Before a CTA leaves, its load warp has seen all stages empty, its epilogue warps the last
-accumulator full, and the MMA warp both accumulators empty: no arrival comes to a CTA that is gone.
+parity says nothing. Before a CTA leaves, its load warp has seen all stages empty and its epilogue warps the last
+accumulator full: no commit arrives at a CTA that is gone. The other arrivals, on ``acc_empty``, come before the
+cluster barrier at the end of the roles.
 
 The operands of a contraction over rows are MN-major: (…, 64) of 64 rows each, as strips of 64 columns whose
 rows are 128 bytes. A box of 128 by 64 then is two strips; both majors use the same bytes of a stage.
@@ -429,13 +430,6 @@ class Mainloop(Invariant):
         """Which of the places in tensor memory an accumulator takes."""
         return acc
 
-    @cute.jit
-    def finish_mma(self, bars: Bars, acc: Int32, acc_phase: Int32):
-        """Wait until both accumulators are empty: the other CTA's last arrivals are here."""
-        for _ in cutlass.range(self.acc_stages, unroll=1):
-            ptx.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
-            acc, acc_phase = advance(acc, acc_phase, self.acc_stages)
-
     # ---- accumulators for the epilogue ----
 
     def worker(self, warp: Int32, tmem: Int32) -> Worker:
@@ -452,10 +446,12 @@ class Mainloop(Invariant):
         ptx.tcgen05_after_sync()
         return acc, phase
 
-    def columns(self, worker: Worker, acc: Int32, *first: int) -> list[list[Float32]]:
-        """32 accumulator columns of this lane's row from each of ``first`` on."""
+    def columns(
+        self, worker: Worker, acc: Int32, *first: int, width: int = 32
+    ) -> list[list[Float32]]:
+        """``width`` (16 or 32) accumulator columns of this lane's row from each of ``first`` on."""
         base = worker.tmem + acc * self.tile_n
-        return ptx.tmem_load(*[base + at for at in first])
+        return ptx.tmem_load(*[base + at for at in first], width=width)
 
     def set_first(self, worker: Worker, acc: Int32, first: int, values: list[Float32]) -> None:
         """Write 32 columns of this lane's row from ``first`` on; ``hand_first`` passes them to the MMA."""

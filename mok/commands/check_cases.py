@@ -85,8 +85,8 @@ def on_processes(cases: Iterator[Any], size: int) -> Iterator[Any]:
             )
 
 
-def mxfp8_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
-    """Models whose sizes MXFP8 can have, random and exact, then ranks and routings."""
+def mxfp8_model_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
+    """Models whose sizes MXFP8 can have, random (within ``FP32_LIMIT``) and exact."""
     names = [model] if model else ["qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b"]
     for name in names[: 1 if quick else None]:
         for case in _model_cases(backend, name, 128):
@@ -94,6 +94,11 @@ def mxfp8_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[Ch
             yield dataclasses.replace(
                 case, name=f"mxfp8 {case.name}", limit=limit, precision="mxfp8"
             )
+
+
+def mxfp8_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
+    """Forward: ``mxfp8_model_cases``, then ranks and routings."""
+    yield from mxfp8_model_cases(backend, model, quick)
     if model:
         return
     shape = Shape(4096 if backend.on_gpu else 40, 256, 384, 10, 4, shared_intermediate_size=128)

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.emulator
 
 def forward(ep_size, seed, hidden=320, **config):
     case = integer_case(Shape(200, hidden, 256, 4, 2, ep_size, 192), seed=1)
-    grid, comm = (4, 0) if ep_size == 1 else (5, 1)
-    with emulated("sm_90a", 5, seed) as emulator:
+    grid, comm = (4, 0) if ep_size == 1 else (6, 2)
+    with emulated("sm_90a", 6, seed) as emulator:
         emulator.check = seed is not None
         layer = ForwardRun(
             case, "sm_90a", ep_size, minibatch=256, macrobatch=512, grid=grid,
@@ -56,6 +56,6 @@ def test_backward_with_many_seeds(lead, seed):
             Shape(150, 64, 128, 3, 3, 1, 64), kind="few_experts", direct=direct,
             ep_size=1 if direct else 2, seed=seed,
         )  # fmt: skip
-        comm = 0 if direct else 1
+        comm = 0 if direct else 2
         run, want = exact_run(layer, "sm_90a", "cpu", grid=2 + comm, num_comm_ctas=comm, lead=lead)
         assert_same(emulated_backward(run, 4, layer.seed), want)

@@ -70,6 +70,7 @@ class AsyncEngine:
         self.random = random.Random(seed)
         self.pending: list[Pending] = []
         self.timeline: list[TimelineEvent] | None = None
+        self.running: Pending | None = None
 
     def submit(
         self, what: str, w: "Warp", steps: list[Callable[[], None]], queue: Any = None
@@ -88,11 +89,23 @@ class AsyncEngine:
             self.step(op)
         return op
 
+    def follow(self, run: Callable[[], None]) -> None:
+        """A message that the running operation sends: it arrives at any later moment."""
+        sender = self.running
+        assert sender is not None
+        op = Pending(sender.what, sender.warp, sender.pc, [run], agent=sender.agent)
+        op.start = int(self.machine.x[L.X_STEPS])
+        if self.immediate:
+            self.step(op)
+        else:
+            self.pending.append(op)
+
     def step(self, op: Pending) -> None:
         checker = self.machine.checker
         if op.agent is not None and op.done:
             checker.advance(op.agent)
-        before = use(checker, op.agent)
+        before, outer = use(checker, op.agent), self.running
+        self.running = op
         try:
             op.steps[op.done]()
         except EmulatorError as exc:
@@ -102,6 +115,7 @@ class AsyncEngine:
             raise KernelFault(exc.rule, f"{exc.value}; {place}", exc.remedy) from exc
         finally:
             use(checker, before)
+            self.running = outer
         op.done += 1
         if op.finished and not self.immediate:
             self.pending.remove(op)

@@ -173,13 +173,24 @@ class Checker:
 
     # -- accesses of the running operation --------------------------------------------
 
-    def _check(self, shadow: int, count: int, kind: int, address: int, uninit: bool) -> None:
+    def _check(
+        self,
+        shadow: int,
+        count: int,
+        kind: int,
+        address: int,
+        uninit: bool,
+        rows: int = 1,
+        pitch: int = 0,
+    ) -> None:
         a = self.agent
         if a is not None:
-            race.check_range(
+            race.check_rows(
                 self.machine.x.ctypes.data,
                 np.int64(shadow),
                 np.int64(count),
+                np.int64(rows),
+                np.int64(pitch),
                 np.int64(kind),
                 a.tag,
                 a.clock.ctypes.data,
@@ -189,9 +200,9 @@ class Checker:
                 uninit,
             )
 
-    def smem(self, cta: "Cta", offset: int, size: int, write: bool) -> None:
+    def smem(self, cta: "Cta", offset: int, size: int, write: bool, more: int = 0) -> None:
         base = self.shadow[cta.index].ctypes.data + race.RECORD * (offset >> 2)
-        kind = (race.WRITE if write else race.READ) | race.ASYNC
+        kind = (race.WRITE if write else race.READ) | race.ASYNC | more
         self._check(base, size >> 2, kind, cta.smem.ctypes.data + offset, not write)
 
     def smem_chunks(self, cta: "Cta", chunks: np.ndarray) -> None:
@@ -212,7 +223,10 @@ class Checker:
             np.int64(cta.smem.ctypes.data),
         )
 
-    def global_memory(self, address: int, size: int, write: bool) -> None:
+    def global_memory(
+        self, address: int, size: int, write: bool, rows: int = 1, pitch: int = 0
+    ) -> None:
+        """``rows`` ranges of one tensor, ``pitch`` bytes (a multiple of 4) apart."""
         m = self.machine
         n = int(m.x[L.X_NRANGES])
         if n == 0 or self.agent is None:
@@ -225,13 +239,13 @@ class Checker:
         count = ((address + size + 3) >> 2) - (address >> 2)
         kind = (race.WRITE if write else race.READ) | race.ASYNC
         base = array.ctypes.data + race.RECORD * first
-        self._check(base, count, kind, address, False)
+        self._check(base, count, kind, address, False, rows, pitch)
 
     def tmem(self, sm: int, lanes: np.ndarray, first: int, count: int, write: bool) -> None:
         """TMEM that the running operation touches, in units of 16 lanes and one column."""
-        for g in np.unique(lanes // 16):
+        for g in lane_groups(lanes):
             self._check(
-                self._tmem_base(sm, int(g), first), count, int(write), TMEM_BASE + 4 * first, False
+                self._tmem_base(sm, g, first), count, int(write), TMEM_BASE + 4 * first, False
             )
 
     def smem_by_warp(self, w: "Warp", cta: "Cta", offset: int, size: int, write: bool) -> None:
@@ -260,10 +274,8 @@ class Checker:
     def tmem_by_warp(
         self, w: "Warp", sm: int, lanes: np.ndarray, first: int, count: int, write: bool
     ) -> None:
-        for g in np.unique(lanes // 16):
-            self._by_warp(
-                w, self._tmem_base(sm, int(g), first), count, write, TMEM_BASE + 4 * first
-            )
+        for g in lane_groups(lanes):
+            self._by_warp(w, self._tmem_base(sm, g, first), count, write, TMEM_BASE + 4 * first)
 
     def _tmem_base(self, sm: int, group: int, first: int) -> int:
         array = self.tmem_shadow.setdefault(sm, np.zeros((8, 512, 8), dtype=np.int64))
@@ -301,6 +313,11 @@ class Checker:
             return copy + m.where(m.warps[agent % self.num_warps], pc)
         issuer = m.warps[int(self.slot_warp[agent - self.first_slot])]
         return "operation of " + m.where(issuer, pc)
+
+
+def lane_groups(lanes: np.ndarray) -> list[int]:
+    """Groups of 16 TMEM lanes that have some of these."""
+    return [int(g) for g in np.flatnonzero(np.bincount(lanes.ravel() >> 4))]
 
 
 def use(checker: Any, agent: Any) -> Any:

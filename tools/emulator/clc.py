@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from mok.tools.emulator import layout as L
+from mok.tools.emulator import race
 from mok.tools.emulator.asyncops import complete_tx
 from mok.tools.emulator.errors import EmulatorError
 from mok.tools.emulator.machine import Machine, Warp
@@ -44,7 +45,7 @@ def op_try_cancel(machine: Machine, w: Warp, op: Any) -> None:
             at = dst & _OFFSET
             for rank in targets:
                 if machine.checker is not None:
-                    machine.checker.smem(cluster.ctas[rank], at, 16, True)
+                    machine.checker.smem(cluster.ctas[rank], at, 16, True, race.REPLY)
                 cluster.ctas[rank].smem[at : at + 16] = words.view(np.uint8)
                 complete_tx(machine, cluster, rank, barrier & _OFFSET, 16)
 

@@ -27,6 +27,18 @@ class PyOp:
     operands: list[Any]
     handler: Callable[..., Any] | None = None
 
+    def bind(self, handlers: dict[str, Callable[..., Any]]) -> None:
+        """Takes the handler with the longest mnemonic prefix that fits."""
+        name = self.ins.name
+        fits = (p for p in handlers if name == p or name.startswith((p + ".", p + "::")))
+        best = max(fits, key=len, default="")
+        if not best:
+            raise UnsupportedInstruction(
+                "the emulator must implement every instruction it runs",
+                f"{self.ins.text[:200]!r} at PTX line {self.ins.line}",
+            )
+        self.handler = handlers[best]
+
 
 @dataclass
 class Program:

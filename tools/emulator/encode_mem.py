@@ -1,7 +1,7 @@
 """How memory, synchronisation and warp-wide instructions are encoded."""
 
+from mok.tools.emulator import atomics as M
 from mok.tools.emulator import layout as L
-from mok.tools.emulator import memops as M
 from mok.tools.emulator.encode import Encoder
 from mok.tools.emulator.encode_ops import handles
 from mok.tools.emulator.ptx_parser import Instruction, Operand, type_size

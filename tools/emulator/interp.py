@@ -246,10 +246,9 @@ def step_sync(X, W, c, R, m, pc, op):
         memory_event(X, W)
         return 0 if stmatrix(X, W, c, R, m, pc) else 2
     if op == OP_CLUSTER_ARRIVE:
-        cluster_arrive(X, W, m, ld32(c + 4 * I_X))
-        return 0
+        return 0 if cluster_arrive(X, W, m, ld32(c + 4 * I_X)) else 2
     if op == OP_CLUSTER_WAIT:
-        return 0 if cluster_wait(X, W, m, pc) else 3
+        return cluster_wait(X, W, m, pc)
     return 2
 
 
@@ -401,7 +400,7 @@ def run_warp(X, W, quantum):
             elif op == OP_FENCE:
                 kind = ld32(c + 4 * I_X)
                 if kind == 0 and ld32(c + 4 * I_Y) >= 3:
-                    flush_late(X)
+                    flush_late(X, W)
                 if kind < 2:
                     fence(X, W, kind, ld32(c + 4 * I_Y))
                 pc += 1

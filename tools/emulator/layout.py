@@ -178,8 +178,10 @@ CLUSTER_WORDS: Final = 64
 ) = range(36)
 MACHINE_WORDS: Final = 64
 
-# Stores to another GPU's memory that it does not see yet: their count, then address, bytes and value.
-LATE_STORES: Final = 256
+# Stores to another GPU's memory that it does not see yet: their count, then per store its address,
+# bytes, value (of a block, where its bytes are), operation and epoch.
+LATE_STORES: Final = 1024
+LATE_WORDS: Final = 5
 
 # Address windows.  Host addresses stay below 2**56, so these never collide.
 SHARED_BASE: Final = 1 << 56
@@ -205,6 +207,8 @@ F_RACE: Final = 13
 F_PROXY: Final = 14
 F_EXITED: Final = 15
 F_SCOPE: Final = 16
+F_CLUSTER: Final = 17
+F_REPLY: Final = 18
 
 FAULT_TEXT: Final = {
     F_OOB_SHARED: "shared memory access out of bounds",
@@ -222,6 +226,8 @@ FAULT_TEXT: Final = {
     F_RACE: "data race",
     F_EXITED: "access to the shared memory of a CTA that has exited",
     F_SCOPE: "an ordered access to another GPU's memory needs scope sys",
+    F_CLUSTER: "cluster barrier misuse: every wait follows one arrival of the thread",
+    F_REPLY: "a launch query's reply over what a warp has read, without fence.proxy.async between",
     F_PROXY: "asynchronous read of generic writes without fence.proxy.async between",
 }
 

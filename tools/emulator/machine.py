@@ -13,7 +13,7 @@ from mok.tools.emulator import alu_table, interp
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.asyncops import AsyncEngine, BulkOps
 from mok.tools.emulator.checkers import Checker, Finding
-from mok.tools.emulator.encode import Program, PyOp
+from mok.tools.emulator.encode import Program
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.gpus import LateStores
 from mok.tools.emulator.intercept import LaunchRequest
@@ -152,6 +152,7 @@ class Machine(Residency, BulkOps):
         self.checker: Checker | None = Checker(self) if check else None
         self.reset_residency(competitor)
         self.idle_rounds = 0
+        self.held = False  # a warp must wait for an asynchronous operation
         self.finished = False
         self.python_calls = 0
         self.warnings: list[str] = []
@@ -161,7 +162,7 @@ class Machine(Residency, BulkOps):
     def _bind_handlers(self) -> None:
         for op in self.program.pyops:
             if op.handler is None:
-                op.handler = find_handler(self.handlers, op)
+                op.bind(self.handlers)
 
     def _check_launch(self) -> None:
         r, limits = self.request, self.limits
@@ -433,11 +434,13 @@ class Machine(Residency, BulkOps):
             self.place_clusters()
         plain = self.seed is None and self.rival is None
         result = interp.run_grid(self.x.ctypes.data, 1 << 18 if plain else 256)
+        self.held = False
         self._check_steps()  # a kernel may go round in circles by way of Python
         if self.progress is not None:
             self.progress(int(self.x[L.X_STEPS]))
         if result == L.R_PY:
-            if self._python(self.warps[int(self.x[L.X_CURRENT])]):
+            self.held = not self._python(self.warps[int(self.x[L.X_CURRENT])])
+            if not self.held:
                 self.idle_rounds = 0
         elif result == L.R_CTA_DONE:
             self._cta_done(self.warps[int(self.x[L.X_CURRENT])].cta)
@@ -583,18 +586,3 @@ class Machine(Residency, BulkOps):
             "deadlock: no warp can go on and no operation is pending",
             f"{len(lines)} waits\n  " + "\n  ".join(lines),
         )
-
-
-def find_handler(handlers: dict[str, Callable[..., Any]], op: PyOp) -> Callable[..., Any]:
-    """Handler with the longest mnemonic prefix that fits."""
-    name = op.ins.name
-    fits = (p for p in handlers if name == p or name.startswith((p + ".", p + "::")))
-    best = max(fits, key=len, default="")
-    if not best:
-        from mok.tools.emulator.errors import UnsupportedInstruction
-
-        raise UnsupportedInstruction(
-            "the emulator must implement every instruction it runs",
-            f"{op.ins.text[:200]!r} at PTX line {op.ins.line}",
-        )
-    return handlers[best]

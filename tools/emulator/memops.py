@@ -2,20 +2,8 @@
 
 import numpy as np
 
-from mok.tools.emulator.intrinsics import (
-    bits_f32,
-    bits_f64,
-    f32_bits,
-    f64_bits,
-    ld32,
-    ld64,
-    sext8,
-    sext16,
-    sext32,
-    st8,
-    st64,
-    u64,
-)
+from mok.tools.emulator.atomics import combine
+from mok.tools.emulator.intrinsics import ld32, ld64, sext8, sext16, sext32, st8, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     I_A,
@@ -45,16 +33,17 @@ from mok.tools.emulator.layout import (
     X_LATE,
 )
 from mok.tools.emulator.memory import (
+    LATE_STORE,
     flush_late,
+    flush_range,
     is_peers,
+    keep_back,
     load,
     reaches,
     resolve,
     store,
-    store_late,
 )
-from mok.tools.emulator.numerics import max_f32, min_f32, pair_op
-from mok.tools.emulator.race import COPY, check_access, ordered
+from mok.tools.emulator.race import COPY, check_access, ordered, strong_kind
 from mok.tools.emulator.syncops import sleep_on
 
 _I = np.int64
@@ -96,11 +85,12 @@ def op_load(X, W, c, R, m, pc):
             continue
         host = resolve(X, W, _I(space), ld64(a + 8 * l) + offset, size * n, l)
         if ld64(X + 8 * X_LATE) != 0 and host != 0 and is_peers(X, host):
-            flush_late(X)  # a GPU sees its own stores
+            flush_range(X, host, size * n)  # a GPU sees its own stores
         if host == 0 or (poll and not reaches(X, W, host, x >> 20, l)):
             return 2
         if check:
-            check_access(X, W, space, ld64(a + 8 * l) + offset, host, size * n, 2 * poll, pc, l)
+            how = strong_kind(x >> 20) if poll else _I(0)
+            check_access(X, W, space, ld64(a + 8 * l) + offset, host, size * n, how, pc, l)
             if poll:
                 ordered(X, W, host, True, False, (x >> 17) & 1, 0, _I(x >> 20))
         for i in range(n):
@@ -154,66 +144,23 @@ def op_store(X, W, c, R, m, pc):
             return 2
         if check:
             addr = ld64(a + 8 * l) + offset
-            check_access(X, W, space, addr, host, size * n, 1 | 2 * strong, pc, l)
+            how = strong_kind(x >> 20) if strong else _I(0)
+            check_access(X, W, space, addr, host, size * n, 1 | how, pc, l)
             if strong:
                 ordered(X, W, host, False, True, 0, (x >> 17) & 1, x >> 20)
         late = ld64(X + 8 * X_LATE) != 0
         if late and strong and (x >> 17) & 1 and x >> 20 >= 3:
-            flush_late(X)
+            flush_late(X, W)
         late = late and is_peers(X, host)
         for i in range(n):
             value = ld64(R + ld32(ext + 4 * i) + 8 * l)
             if late:
-                store_late(X, host + size * i, size, value)
+                keep_back(X, W, host + size * i, size, value, _I(LATE_STORE))
             else:
                 store(host + size * i, size, value)
     if space != SP_LOCAL and m != 0:
         memory_event(X, W)
     return 0
-
-
-# Atomic kinds (low byte of I_E) and types (next byte).
-A_ADD, A_MIN, A_MAX, A_AND, A_OR, A_XOR, A_EXCH, A_CAS, A_INC, A_DEC = range(10)
-T_U, T_S, T_F32, T_F64, T_BF16X2, T_F16X2, T_BF16, T_F16 = range(8)
-
-
-@njit
-def combine(kind, kind_type, size, old, value, compare):
-    """New memory value of an atomic operation."""
-    if kind == A_EXCH:
-        return value
-    if kind == A_CAS:
-        return value if old == compare else old
-    if kind == A_AND:
-        return old & value
-    if kind == A_OR:
-        return old | value
-    if kind == A_XOR:
-        return old ^ value
-    if kind == A_INC:
-        return _I(0) if u64(old) >= u64(value) else old + 1
-    if kind == A_DEC:
-        return value if old == 0 or u64(old) > u64(value) else old - 1
-    if kind_type == T_F32:
-        x, y = bits_f32(old), bits_f32(value)
-        if kind == A_ADD:
-            return f32_bits(x + y)
-        return f32_bits(min_f32(x, y) if kind == A_MIN else max_f32(x, y))
-    if kind_type == T_F64:
-        return f64_bits(bits_f64(old) + bits_f64(value))
-    if kind_type >= T_BF16X2:
-        code = 1 if kind == A_ADD else (4 if kind == A_MIN else 5)
-        half = 0 if kind_type in (T_BF16X2, T_BF16) else 1
-        return pair_op(code, half, old, value, _I(0))
-    if kind == A_ADD:
-        return old + value
-    if kind_type == T_S:
-        x = sext32(old) if size == 4 else old
-        y = sext32(value) if size == 4 else value
-        return min(x, y) if kind == A_MIN else max(x, y)
-    if kind == A_MIN:
-        return old if u64(old) < u64(value) else value
-    return old if u64(old) > u64(value) else value
 
 
 @njit
@@ -242,11 +189,22 @@ def op_atomic(X, W, c, R, m, pc):
             return 2
         if check:
             addr = ld64(a + 8 * l) + offset
-            check_access(X, W, space, addr, host, size * n, 3, pc, l)
+            how = 1 | strong_kind(x >> 20)
+            check_access(X, W, space, addr, host, size * n, how, pc, l)
             ordered(X, W, host, True, True, (x >> 17) & 1, (x >> 18) & 1, x >> 20)
-        if ld64(X + 8 * X_LATE) != 0 and ((x >> 18) & 1 or is_peers(X, host)):
-            flush_late(X)
+        late = ld64(X + 8 * X_LATE) != 0
+        if late and (x >> 18) & 1 and x >> 20 >= 3:
+            flush_late(X, W)
+        late = late and is_peers(X, host)
+        if late and d != 0x7FFFFFFF:
+            flush_range(X, host, size * n)
+            late = False
         for i in range(n):
+            if late:
+                value = ld64(R + ld32(ext + 4 * i) + 8 * l)
+                keep_back(X, W, host + size * i, size, value, _I(kind | kind_type << 8))
+                changed = True
+                continue
             old = load(host + size * i, size)
             value = ld64(R + ld32(ext + 4 * i) + 8 * l)
             compare = ld64(R + k + 8 * l) if k != 0x7FFFFFFF else _I(0)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mok.tools.emulator.atomics import combine
 from mok.tools.emulator.intrinsics import ld8, ld16, ld32, ld64, st8, st16, st32, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
@@ -20,6 +21,7 @@ from mok.tools.emulator.layout import (
     L_SIZE,
     L_SMEM,
     LATE_STORES,
+    LATE_WORDS,
     LOCAL_BASE,
     RANK_SHIFT,
     SHARED_BASE,
@@ -28,6 +30,7 @@ from mok.tools.emulator.layout import (
     SP_LOCAL,
     SP_RAW,
     SP_SHARED,
+    W_AGENT,
     W_CTA,
     W_FAULT,
     W_FAULT_ADDR,
@@ -35,13 +38,16 @@ from mok.tools.emulator.layout import (
     W_FAULT_LANE,
     W_LOCAL,
     W_LOCAL_BYTES,
+    X_CHECK,
     X_GPU,
     X_LAST_RANGE,
     X_LATE,
     X_NRANGES,
+    X_NWARPS,
     X_RANGE_GPUS,
     X_RANGES,
 )
+from mok.tools.emulator.race import covered, warp_row
 
 _I = np.int64
 _OFFSET = (1 << RANK_SHIFT) - 1
@@ -170,30 +176,113 @@ def reaches(X, W, host, scope, lane):
     return False
 
 
+LATE_STORE, LATE_BLOCK = -1, -2  # operations of an entry; others are atomics: kind | type << 8
+
+
 @njit
-def flush_late(X):
-    """Other GPUs now see every store that was kept back, in their order."""
+def apply_late(X, i):
+    """Makes entry ``i`` of the stores kept back visible, and removes it."""
+    late = ld64(X + 8 * X_LATE)
+    entry = late + 8 * (1 + LATE_WORDS * i)
+    host, size, value = ld64(entry), ld64(entry + 8), ld64(entry + 16)
+    op = ld64(entry + 24)
+    if op == LATE_BLOCK:
+        for k in range(size):
+            st8(host + k, ld8(value + k))
+    elif op == LATE_STORE:
+        store(host, size, value)
+    else:
+        new = combine(op & 255, op >> 8, size, load(host, size), value, _I(0))
+        store(host, size, new)
+    n = ld64(late) - 1
+    st64(late, n)
+    for k in range(LATE_WORDS * (n - i)):
+        st64(entry + 8 * k, ld64(entry + 8 * (LATE_WORDS + k)))
+
+
+@njit
+def first_overlap(X, host, size):
+    """The oldest store kept back that touches a range, or -1."""
+    late = ld64(X + 8 * X_LATE)
+    for i in range(ld64(late)):
+        entry = late + 8 * (1 + LATE_WORDS * i)
+        if ld64(entry) < host + size and host < ld64(entry) + ld64(entry + 8):
+            return _I(i)
+    return _I(-1)
+
+
+@njit
+def deliver_late(X, i):
+    """Makes entry ``i`` visible, after those that must come first because they overlap."""
+    late = ld64(X + 8 * X_LATE)
+    while True:
+        chosen = i
+        while True:
+            entry = late + 8 * (1 + LATE_WORDS * chosen)
+            first = first_overlap(X, ld64(entry), ld64(entry + 8))
+            if first == chosen:
+                break
+            chosen = first
+        apply_late(X, chosen)
+        if chosen == i:
+            return
+        i -= 1
+
+
+@njit
+def flush_range(X, host, size):
+    """Other GPUs, and this one, now see every store to a range."""
+    while True:
+        i = first_overlap(X, host, size)
+        if i < 0:
+            return
+        deliver_late(X, i)
+
+
+@njit
+def flush_late(X, W):
+    """Other GPUs now see every store that happened before this point of the warp, as far as known:
+    without the checkers' clocks all that were kept back."""
     late = ld64(X + 8 * X_LATE)
     if late == 0:
         return
-    for i in range(ld64(late)):
-        entry = late + 8 * (1 + 3 * i)
-        store(ld64(entry), ld64(entry + 8), ld64(entry + 16))
-    st64(late, _I(0))
+    check = ld64(X + 8 * X_CHECK) != 0
+    i = _I(0)
+    while i < ld64(late):
+        epoch = ld64(late + 8 * (1 + LATE_WORDS * i + 4))
+        if check and not covered(warp_row(X, W, 0), epoch):
+            i += 1
+            continue
+        count = ld64(late)
+        deliver_late(X, i)
+        i -= count - ld64(late) - 1  # older ones that went with it
 
 
 @njit
-def store_late(X, host, size, value):
+def keep_entry(X, host, size, value, op, epoch):
     """Keeps a store to another GPU's memory back."""
     late = ld64(X + 8 * X_LATE)
-    if ld64(late) >= LATE_STORES:
-        flush_late(X)
+    while ld64(late) >= LATE_STORES:
+        apply_late(X, _I(0))
     n = ld64(late)
-    entry = late + 8 * (1 + 3 * n)
+    entry = late + 8 * (1 + LATE_WORDS * n)
     st64(entry, host)
     st64(entry + 8, size)
     st64(entry + 16, value)
+    st64(entry + 24, op)
+    st64(entry + 32, epoch)
     st64(late, n + 1)
+
+
+@njit
+def keep_back(X, W, host, size, value, op):
+    """Keeps a warp's store to another GPU's memory back."""
+    epoch = _I(0)
+    if ld64(X + 8 * X_CHECK) != 0:
+        agent = ld64(W + 8 * W_AGENT)
+        clock = ld32(warp_row(X, W, 0) + 4 * agent)
+        epoch = (agent + 2 * ld64(X + 8 * X_NWARPS)) << 32 | clock
+    keep_entry(X, host, size, value, op, epoch)
 
 
 assert LOCAL_BASE >> 56 == 2

@@ -20,6 +20,7 @@ from mok.tools.emulator.layout import (
     C_CLUSTER,
     F_PROXY,
     F_RACE,
+    F_REPLY,
     F_UNINIT,
     L_SHADOW,
     LOCAL_BASE,
@@ -37,6 +38,7 @@ from mok.tools.emulator.layout import (
     W_CTA,
     W_FENCE_SCOPE,
     W_FOREIGN,
+    WARP_WORDS,
     X_CHECK,
     X_GSHADOW,
     X_LAST_RANGE,
@@ -49,6 +51,7 @@ from mok.tools.emulator.layout import (
     X_RANGES,
     X_REPORTS,
     X_VC,
+    X_WARPS,
 )
 
 _I = np.int64
@@ -64,6 +67,9 @@ STRONG = 2  # ordered, volatile or atomic: does not race with another strong acc
 ASYNC = 4  # through the asynchronous proxy
 COPY = 8  # by cp.async
 MMA = 16  # an operand of a matrix operation
+CTA_SCOPE = 32  # strong, but only towards its CTA
+CLUSTER_SCOPE = 64  # strong, but only towards its cluster
+REPLY = 128  # a launch query's reply
 
 
 @njit
@@ -373,14 +379,40 @@ def covered(clock, epoch):
 
 
 @njit
+def strong_kind(scope):
+    """Access kind of an ordered access: 0 CTA, 1 cluster, 2 GPU, 3 system."""
+    return _I(STRONG) | (CTA_SCOPE if scope == 0 else CLUSTER_SCOPE if scope == 1 else 0)
+
+
+@njit
+def both_strong(X, kind, agent, other, other_agent):
+    """Whether two accesses do not race because both are strong and each scope reaches the other."""
+    if kind & other & STRONG == 0:
+        return False
+    near = (kind | other) & (CTA_SCOPE | CLUSTER_SCOPE)
+    if near == 0:
+        return True
+    n = ld64(X + 8 * X_NWARPS)
+    warps = ld64(X + 8 * X_WARPS)
+    cta = ld64(warps + 8 * (WARP_WORDS * (agent % n) + W_CTA))
+    other_cta = ld64(warps + 8 * (WARP_WORDS * (other_agent % n) + W_CTA))
+    if cta == other_cta:
+        return True
+    return near & CTA_SCOPE == 0 and ld64(cta + 8 * C_CLUSTER) == ld64(other_cta + 8 * C_CLUSTER)
+
+
+@njit
 def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
     """Checks one access to one record against its history, then records it."""
     agent = epoch >> 32
     info = pc << 16 | kind << 8 | mask
     written = ld64(shadow)
     winfo = ld64(shadow + 8)
-    both = kind & (winfo >> 8) & STRONG
-    if written != 0 and not both and (winfo & mask & 255) != 0:
+    if (
+        written != 0
+        and (winfo & mask & 255) != 0
+        and not both_strong(X, kind, agent, winfo >> 8 & 255, written >> 32)
+    ):
         if not covered(clock, written):
             report(X, F_RACE, agent, pc, lane, addr, written >> 32, winfo >> 16)
         elif (
@@ -396,12 +428,12 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
             e = ld64(shadow + 8 * k)
             if e != 0:
                 rinfo = ld64(shadow + 8 * k + 24)
-                if (
-                    not kind & (rinfo >> 8) & STRONG
-                    and (rinfo & mask & 255) != 0
-                    and not covered(clock, e)
-                ):
-                    report(X, F_RACE, agent, pc, lane, addr, e >> 32, rinfo >> 16)
+                if (rinfo & mask & 255) != 0:
+                    if not covered(clock, e):
+                        if not both_strong(X, kind, agent, rinfo >> 8 & 255, e >> 32):
+                            report(X, F_RACE, agent, pc, lane, addr, e >> 32, rinfo >> 16)
+                    elif kind & REPLY and not rinfo >> 8 & ASYNC and not covered(proxy, e):
+                        report(X, F_REPLY, agent, pc, lane, addr, e >> 32, rinfo >> 16)
                 st64(shadow + 8 * k, _I(0))
         old = winfo & 255 if written >> 32 == agent else _I(0)
         st64(shadow, epoch)
@@ -490,6 +522,14 @@ def check_range(X, shadow, count, kind, epoch, clock, proxy, pc, addr, uninit):
             addr + 4 * i,
             uninit,
         )
+
+
+@njit
+def check_rows(X, shadow, count, rows, pitch, kind, epoch, clock, proxy, pc, addr, uninit):
+    """``check_range`` of ``rows`` ranges, ``pitch`` bytes apart."""
+    for r in range(rows):
+        at = shadow + RECORD * (r * pitch >> 2)
+        check_range(X, at, count, kind, epoch, clock, proxy, pc, addr + r * pitch, uninit)
 
 
 @njit

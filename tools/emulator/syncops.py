@@ -12,6 +12,7 @@ from mok.tools.emulator.layout import (
     C_SMEM_SIZE,
     C_THREADS,
     F_BARRIER,
+    F_CLUSTER,
     F_MBAR_BAD,
     F_MBAR_OVERFLOW,
     I_A,
@@ -299,28 +300,42 @@ def cluster_complete(X, cluster):
 
 @njit
 def cluster_arrive(X, W, m, relaxed):
+    """False after a fault: a thread arrives once before it waits."""
     cluster = ld64(ld64(W + 8 * W_CTA) + 8 * C_CLUSTER)
     generation = ld64(cluster + 8 * L_GEN)
     for l in range(32):
         if (m >> l) & 1:
+            if ld64(W + 8 * (W_CLGEN + l)) != 0:
+                fault(W, F_CLUSTER, cluster, l, 2)
+                return False
             st64(W + 8 * (W_CLGEN + l), generation + 1)
     st64(cluster + 8 * L_ARRIVED, ld64(cluster + 8 * L_ARRIVED) + popc64(m))
     event(X)
     if not relaxed:
         publish(X, W, cluster, True)
     cluster_complete(X, cluster)
+    return True
 
 
 @njit
 def cluster_wait(X, W, m, pc):
+    """0 go on, 2 fault, 3 wait."""
     cluster = ld64(ld64(W + 8 * W_CTA) + 8 * C_CLUSTER)
     generation = ld64(cluster + 8 * L_GEN)
     for l in range(32):
-        if (m >> l) & 1 and ld64(W + 8 * (W_CLGEN + l)) == generation + 1:
-            sleep_on(W, WAIT_CLUSTER, pc, cluster + 8 * L_GEN, 8, _I(-1), generation)
-            return False
+        if (m >> l) & 1:
+            arrived = ld64(W + 8 * (W_CLGEN + l))
+            if arrived == 0:
+                fault(W, F_CLUSTER, cluster, l, 0)
+                return 2
+            if arrived == generation + 1:
+                sleep_on(W, WAIT_CLUSTER, pc, cluster + 8 * L_GEN, 8, _I(-1), generation)
+                return 3
+    for l in range(32):
+        if (m >> l) & 1:
+            st64(W + 8 * (W_CLGEN + l), _I(0))
     acquire(X, W, cluster)
-    return True
+    return 0
 
 
 @njit

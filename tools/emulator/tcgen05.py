@@ -450,20 +450,27 @@ def op_cp(machine: Machine, w: Warp, op: Any) -> None:
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:
-    """tcgen05.commit: an arrival when the CTA's earlier operations are complete."""
+    """tcgen05.commit: an arrival when the CTA's earlier operations are complete.
+
+    The arrival in another CTA is a message of its own: it may come after later operations.
+    """
     for lane in w.lanes():
         barrier = generic_smem(w.value(op.operands[0][1][0], lane) + op.operands[0][2])
         ranks = [barrier >> L.RANK_SHIFT]
         if "multicast::cluster" in op.ins.mods:
             mask = w.value(op.operands[1], lane) & 0xFFFF
             ranks = [i for i in range(16) if mask >> i & 1]
-        cluster = w.cta.cluster
-
-        def run(ranks: list[int] = ranks, barrier: int = barrier, cluster: Any = cluster) -> None:
-            for rank in ranks:
-                complete_tx(machine, cluster, rank, barrier & _OFFSET, 0, arrivals=1)
-
+        run = functools.partial(_commit, machine, w.cta, ranks, barrier & _OFFSET)
         _submit(machine, w, "tcgen05.commit", run)
+
+
+def _commit(machine: Machine, cta: Cta, ranks: list[int], at: int) -> None:
+    for rank in ranks:
+        arrive = functools.partial(complete_tx, machine, cta.cluster, rank, at, 0, arrivals=1)
+        if rank == cta.rank:
+            arrive()
+        else:
+            machine.engine.follow(arrive)
 
 
 def op_nothing(machine: Machine, w: Warp, op: Any) -> None:

@@ -127,9 +127,10 @@ class _Region:
         if machine.checker is None:
             return
         width = self.shape[-1] * self.tm.itemsize
-        for index in np.ndindex(*self.shape[:-1]):
+        rows, pitch = (self.shape[-2], self.strides[-2]) if len(self.shape) > 1 else (1, 0)
+        for index in np.ndindex(*self.shape[:-2]):
             at = sum(i * s for i, s in zip(index, self.strides, strict=False))
-            machine.checker.global_memory(self.address + at, width, write)
+            machine.checker.global_memory(self.address + at, width, write, rows, pitch)
 
     def view(self, machine: Machine) -> np.ndarray:
         """The tensor's memory as an array, outermost dimension first."""
@@ -185,7 +186,11 @@ def write_box(
     tile = data.view(_TYPES[tm.code]).reshape(tm.box[::-1])[region.slices]
     target = region.view(machine)
     region.track(machine, True)
-    if op is None:
+    if op is None and machine.late.takes(region.address):
+        for index in np.ndindex(*region.shape[:-1]):
+            at = sum(i * s for i, s in zip(index, region.strides, strict=False))
+            machine.late.add(region.address + at, tile[index])
+    elif op is None:
         target[...] = tile
     else:
         kind = {10: "bf16"}.get(tm.code, "")
@@ -373,7 +378,9 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
                 kind: str | None = kind,
             ) -> None:
                 out = global_bytes(machine, dst, size, True)
-                if kind is None or types is None:
+                if machine.late.takes(dst) and kind is None:
+                    machine.late.add(dst, data)
+                elif kind is None or types is None:
                     out[:] = data
                 else:
                     view = out.view(types[0])

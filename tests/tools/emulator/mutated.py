@@ -287,10 +287,6 @@ KERNELS = {
             "weaken scope: @!%p4 red.relaxed.gpu.global.add.u32 [%d1], 1;": (
                 "the kernel stays right: both warps that add to a tile are in one CTA"
             ),
-            "delete fence.proxy: fence.proxy.async.shared::cta;": (
-                "accepted: an mbarrier orders generic reads before an asynchronous write, as every "
-                "pipeline of bulk copies relies on"
-            ),
         },
     ),
 }

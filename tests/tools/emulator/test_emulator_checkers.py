@@ -146,3 +146,24 @@ def test_launches_that_cannot_run(options, rule):
                 ptx.HEAD = saved
         else:
             run(text, out(), **options)
+
+
+@pytest.mark.parametrize(
+    "body,right",
+    [
+        ("barrier.cluster.arrive;\nbarrier.cluster.wait;\n" * 2, True),
+        ("barrier.cluster.arrive;\nmov.u32 %r0, 1;\nbarrier.cluster.wait;", True),
+        ("barrier.cluster.wait;", False),
+        ("barrier.cluster.arrive;\nbarrier.cluster.wait;\nbarrier.cluster.wait;", False),
+        ("barrier.cluster.arrive;\nbarrier.cluster.arrive;\nbarrier.cluster.wait;", False),
+    ],
+)
+def test_a_cluster_barrier_is_waited_for_once_after_each_arrival(body, right):
+    def go():
+        run(kernel(body), out(), grid=2, cluster=2)
+
+    if right:
+        go()
+    else:
+        with pytest.raises(KernelFault, match="cluster barrier misuse"):
+            go()

@@ -144,3 +144,19 @@ def test_impossible_competitors(wrong):
         Competitor(**wrong)
     with pytest.raises(EmulatorError, match="must fit 4 SMs"):
         tiles(preempt=Competitor(5))
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_reply_over_one_that_was_read_needs_a_proxy_fence(seed):
+    """As PTX's own example of try_cancel has it: the warp reads, the asynchronous proxy writes."""
+    bare = LOOP.replace("fence.proxy.async.shared::cta;", "")
+    with pytest.raises(
+        KernelFault, match=r"launch query's reply(.|\n)*try_cancel(.|\n)*ld\.shared"
+    ):
+        tiles(bare, seed=seed, check=True)
+    done, _ = tiles(
+        bare.replace("mbarrier.arrive.expect", "fence.proxy.async;\nmbarrier.arrive.expect"),
+        seed=seed,
+        check=True,
+    )
+    np.testing.assert_array_equal(done, 1)

@@ -121,3 +121,40 @@ def test_freeing_a_buffer_of_a_peer_needs_no_scope(seed):
     delivered(handover(NARROW, read, again), seed=seed, **PAIR)
     with pytest.raises(KernelFault, match="data race"):
         delivered(handover(NARROW + "\n" + read, "", again), seed=seed, **PAIR)
+
+
+def poll(load, where):
+    """Writer 1 polls a flag that writer 0 raises; nothing else is handed over."""
+    by = "%warpid" if where is ONE_CTA else "%cluster_ctarank" if where is PAIR else "%ctaid.x"
+    return kernel(
+        f"mov.u32 %r0, {by};\nmov.u32 %r9, %tid.x;\nand.b32 %r9, %r9, 31;\n"
+        "ld.param.u64 %d0, [p0];\nsetp.ne.u32 %p3, %r9, 0;\n@%p3 bra E;\n"
+        "setp.ne.u32 %p1, %r0, 0;\n@%p1 bra R;\n"
+        "red.relaxed.gpu.global.add.u32 [%d0], 1;\nbra E;\nR:\n"
+        f"{load} %r1, [%d0];\nsetp.eq.u32 %p2, %r1, 0;\n@%p2 bra R;\nE:"
+    )
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize(
+    "load,where,enough",
+    [
+        ("ld.relaxed.gpu.global.b32", TWO_CTAS, True),
+        ("ld.acquire.gpu.global.b32", TWO_CTAS, True),
+        ("ld.volatile.global.b32", TWO_CTAS, True),
+        ("ld.relaxed.cta.global.b32", TWO_CTAS, False),
+        ("ld.acquire.cta.global.b32", TWO_CTAS, False),
+        ("ld.relaxed.cluster.global.b32", TWO_CTAS, False),
+        ("ld.relaxed.cluster.global.b32", PAIR, True),
+        ("ld.relaxed.cta.global.b32", PAIR, False),
+        ("ld.relaxed.cta.global.b32", ONE_CTA, True),
+    ],
+)
+def test_a_polled_flag_needs_a_scope_that_reaches_its_writer(load, where, enough, seed):
+    """A load of CTA scope may be served from a cache that the other CTA's write never reaches."""
+    text, data = poll(load, where), np.zeros(32, dtype=np.uint32)
+    if enough:
+        run(text, data, check=True, seed=seed, **where)
+    else:
+        with pytest.raises(KernelFault, match=r"data race(.|\n)*red\.relaxed\.gpu"):
+            run(text, data, check=True, seed=seed, **where)

@@ -229,3 +229,46 @@ def test_rows_outside_the_tensor_are_zero_and_not_written():
     want = np.ones_like(source)
     want[4, 32:], want[5, 32:] = source[1, :32], 0
     np.testing.assert_array_equal(target, want)
+
+
+def commits(last):
+    """CTA 0 commits twice to both CTAs' mbarriers, at 0 and 8; ``last`` is what CTA 1 then does."""
+    return kernel(
+        "mov.u32 %r0, %cluster_ctarank;\nmov.u32 %r1, smem;\nmov.u32 %r9, %tid.x;\n"
+        "setp.ne.u32 %p3, %r9, 0;\n@%p3 bra S;\n"
+        "mbarrier.init.shared.b64 [%r1], 1;\nmbarrier.init.shared.b64 [%r1+8], 1;\n"
+        "fence.mbarrier_init.release.cluster;\nS:\n"
+        "barrier.cluster.arrive;\nbarrier.cluster.wait;\n@%p3 bra E;\n"
+        "setp.ne.u32 %p1, %r0, 0;\n@%p1 bra R;\nmov.u16 %h0, 3;\n"
+        + "".join(
+            "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster"
+            f".multicast::cluster.b64 [%r1+{at}], %h0;\n"
+            for at in (0, 8)
+        )
+        + "W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+8], 0;\n@!%p2 bra W;\nbra E;\nR:\n"
+        + last
+        + "\nE:",
+        shared=64,
+    )
+
+
+def wait_for(*places):
+    return "".join(
+        f"L{at}: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+{at}], 0;\n@!%p2 bra L{at};\n"
+        for at in places
+    )
+
+
+def test_commits_arrive_in_the_other_cta_in_any_order():
+    """So the last one's arrival says nothing of the first one's, for which a CTA must stay, too."""
+    pair = {"arch": "sm_100a", "grid": 2, "cluster": 2}
+    for seed in (None, *range(10)):
+        run(commits(wait_for(0, 8)), np.zeros(4, np.uint32), seed=seed, check=True, **pair)
+    left = 0
+    for seed in range(10):
+        try:
+            run(commits(wait_for(8)), np.zeros(4, np.uint32), seed=seed, check=True, **pair)
+        except KernelFault as fault:
+            assert "may not signal a CTA that has exited" in str(fault)
+            left += 1
+    assert left >= 2

@@ -1,4 +1,4 @@
-"""Damage to the Blackwell forward kernel is noticed: a sample of ``tests.forward_mutations``."""
+"""Damage to the megakernels is noticed: a sample of ``tests.kernel_mutations``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ pytest.importorskip("cutlass")
 pytest.importorskip("numba", reason="the emulator needs numba")
 
 from mok.tools.emulator.mutations import INVISIBLE
-from tests.forward_mutations import judge, kernel_ptx, named_mutations, results
+from tests.kernel_mutations import judge, named_mutations, undamaged
+from tests.mutation_builds import BUILDS
 
 pytestmark = pytest.mark.emulator
 KINDS = [
@@ -21,22 +22,27 @@ KINDS = [
     "delete arrive 0",
     "drop expected bytes 0",
     "delete expect arrive 0",
+    "delete cluster arrive 1",
+    "delete fence.proxy 0",
+    "weaken scope 1",
 ]
 
 
 def test_a_sample_is_reported():
     """One of most kinds, on the plain machine with its checkers."""
-    named = named_mutations(kernel_ptx("ring"))
-    expected, lines = results("ring", None, None)
+    build = BUILDS["ring"]
+    ptx = build.ptx()
+    named = named_mutations(ptx)
+    expected, lines = undamaged(build, [None])
     for kind in KINDS:
         (mutation,) = [m for name, m in named.items() if name.startswith(kind + ":")]
         assert mutation.line in lines and mutation.kind not in INVISIBLE
-        found = judge("ring", mutation, [expected], [None])
+        found = judge(build, build.damage(ptx, mutation), expected, [None])
         assert found["result"] == "reported", kind
 
 
 def test_most_mutations_can_be_seen():
-    for build in ("ring", "direct"):
-        named = named_mutations(kernel_ptx(build))
+    for name in ("ring", "direct"):
+        named = named_mutations(BUILDS[name].ptx())
         visible = [m for m in named.values() if m.kind not in INVISIBLE]
         assert len(named) > 150 and len(visible) > 0.95 * len(named)
