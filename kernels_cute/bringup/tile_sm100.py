@@ -238,7 +238,6 @@ class TileKernel:
                     bars, *fragments, steps, stage, phase, acc, acc_phase, is_set, set_phase
                 )
             acc, acc_phase = advance(acc, acc_phase, main.acc_stages)
-        main.finish_mma(bars, acc, acc_phase)
 
     @cute.jit
     def read(self, bars, worker, c: Int64, steps: Int32):
