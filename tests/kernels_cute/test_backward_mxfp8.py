@@ -60,7 +60,8 @@ def check(case, dy, found, ep_size=1, exact=False):
         if exact:
             assert torch.equal(value, wanted[name]), name
         assert relative_l2(value, wanted[name]) < LIMIT, name
-        if name in oracle and not name.startswith("shared"):
+        # A sum over two values may be any share of what they cost.
+        if name in oracle and not name.startswith("shared") and value.numel() > 2:
             assert relative_l2(value, oracle[name]) < FP32_LIMIT.get(name, 8e-2), name
 
 
