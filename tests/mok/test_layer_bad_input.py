@@ -349,6 +349,7 @@ def test_launches_go_to_the_workspace_s_device(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     class OnGpu:
         device = torch.device("cuda", 1)
@@ -366,6 +367,9 @@ def test_launches_go_to_the_workspace_s_device(monkeypatch):
         with refused(ResourceError, "reached", str(number)):
             call(OnGpu())
     assert entered == [OnGpu.device] * len(calls)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with refused(ResourceError, "reached", str(len(calls))):  # nothing to enter
+        calls[0](OnGpu())
 
 
 def test_a_refused_workspace_is_closed(idle, monkeypatch):
