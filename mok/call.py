@@ -14,7 +14,7 @@ from mok.arguments import check_tensor, check_tunables, per_rank, stream_of
 from mok.config import Config
 from mok.errors import ResourceError, ShapeError
 from mok.kernels_cute import trace
-from mok.runtime.launch import launch
+from mok.runtime import launch as launcher
 
 if TYPE_CHECKING:
     from mok.runtime.compile import Kernel
@@ -75,6 +75,7 @@ class ForwardContext:
     gate_shared: list[Tensor | None] = field(default_factory=list)
     up_shared: list[Tensor | None] = field(default_factory=list)
     x_scales: list[Tensor] = field(default_factory=list)
+    used: bool = False  # by a backward call that did not keep it
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for autograd's saved-tensor hooks."""
@@ -299,7 +300,7 @@ class Call:
         assert scales is not None
         tokens, hidden = self.x[i].shape
         if tokens:
-            launch(
+            launcher.launch(
                 get_kernel(kernels.quantise_rows_spec(self.workspace.arch)),
                 self.x[i].data_ptr(),
                 target.data_ptr(),
@@ -371,7 +372,7 @@ class Call:
         shared = [*(self.shared or ()), None, None, None][:3]
         scales = [*(part[i] for part in self.scales), None, None, None][:3]
         address = self._addresses
-        launch(
+        launcher.launch(
             plan.kernel,
             *address(self.x[i], *routed, *shared),
             *self.schedule.ranks[i].addresses,
@@ -460,7 +461,7 @@ class Call:
         assert slots is not None
         key = (i, weights is not None, shared is not None, scale is not None, slots.dtype)
         plan = self._planned(key, self._plan_token_sum)
-        launch(
+        launcher.launch(
             plan.kernel,
             out.data_ptr(),
             rows,

@@ -43,8 +43,11 @@ class OneCta(sm100.Mainloop):
 
     def init_barriers(self, bars) -> None:
         """As the base class, with the epilogue warps of one CTA."""
-        super().init_barriers(bars)
+        for i in range(self.stages):
+            cute.arch.mbarrier_init(bars.full + i, 1)
+            cute.arch.mbarrier_init(bars.empty + i, 1)
         for i in range(self.acc_stages):
+            cute.arch.mbarrier_init(bars.acc_full + i, 1)
             cute.arch.mbarrier_init(bars.acc_empty + i, self.EPILOGUE_WARPS)
         cute.arch.mbarrier_init(bars.acc_set, self.EPILOGUE_WARPS)
 
@@ -197,7 +200,20 @@ class TileKernel:
                 )
             elif cutlass.const_expr(self.ctas == 2):
                 stage, phase = main.load_tile(
-                    bars, a, True, zero, b, zero, b, one, zero, steps, stage, phase, first
+                    bars,
+                    a,
+                    True,
+                    zero,
+                    b,
+                    zero,
+                    b,
+                    one,
+                    zero,
+                    steps,
+                    stage,
+                    phase,
+                    shares=zero,
+                    k_first=first,
                 )
             else:
                 stage, phase = main.load_tile(bars, a, b, steps, stage, phase, first)
@@ -222,7 +238,6 @@ class TileKernel:
                     bars, *fragments, steps, stage, phase, acc, acc_phase, is_set, set_phase
                 )
             acc, acc_phase = advance(acc, acc_phase, main.acc_stages)
-        main.finish_mma(bars, acc, acc_phase)
 
     @cute.jit
     def read(self, bars, worker, c: Int64, steps: Int32):

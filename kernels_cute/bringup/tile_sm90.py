@@ -77,7 +77,7 @@ class TileKernel:
         a = main.partition(tma_a, view(storage.sA, main.a_layout), main.TILE_M)
         b = main.partition(tma_b, view(storage.sB, main.b_half_layout), main.half_n)
         zero, one = Int32(0), Int32(1)
-        main.load_tile(bars, a, True, zero, b, zero, b, one, zero, k_tiles, zero, zero)
+        main.load_tile(bars, a, True, zero, b, zero, b, one, zero, k_tiles, zero, zero, shares=zero)
 
     @cute.jit
     def multiply(self, storage, bars, warp, c: Int64, steps: Int32):

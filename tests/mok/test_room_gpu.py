@@ -51,8 +51,9 @@ class Timed:
             found = layer.queue(schedule=self.schedule).output
         else:
             found = functional.backward(
-                layer.config, layer.workspace, self.schedule, self.context, self.dy, *self.given
-            )[0]
+                layer.config, layer.workspace, self.schedule, self.context, self.dy, *self.given,
+                keep_context=True,
+            )[0]  # fmt: skip
         self.end.record()
         return found if isinstance(found, torch.Tensor) else torch.cat(list(found))
 

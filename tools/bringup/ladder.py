@@ -224,6 +224,13 @@ class Climb:
         check = self._read(start, ending)
         events = notes.read(start.paths()[0])
         ours = {k["name"]: k["ptx_sha256"] for k in map(_facts, events) if "ptx_sha256" in k}
+        values = [_facts(e) for e in events if e["event"] == "value"]
+        hashes = {v["name"]: v["sha256"] for v in values if "sha256" in v}
+        other = [
+            v["name"]
+            for v in failure["values"]
+            if hashes.get(v["name"], v.get("sha256")) != v.get("sha256")
+        ]
         kernel = failure["kernel"]
         same = None
         if kernel is not None and kernel["name"] in ours:
@@ -234,7 +241,8 @@ class Climb:
             "seconds": ending.seconds,
             "ranks": start.ranks,
             "same_ptx": same,
-            "values": [_facts(e) for e in events if e["event"] == "value"][-24:],
+            "other_bits": other,  # results that have other bits than the GPU's
+            "values": values[-24:],
         }
 
 

@@ -122,10 +122,7 @@ def bits(ctx: Context) -> str:
 
 
 def no_mxfp8_backward(arch: str) -> str:
-    """Why there is no MXFP8 backward pass for an architecture; "" if there is one.
-
-    Asks the kernel itself, so that this rung works as soon as the kernel exists.
-    """
+    """Why there is no MXFP8 backward pass for an architecture, as its kernel says; "" if there is one."""
     from mok.errors import ResourceError
     from mok.kernels_cute.backward.kernel import BackwardKernel
 
@@ -186,23 +183,12 @@ def laid_out(
     """The case on a workspace whose counters the context can read."""
     with machine(ctx.backend):
         layer = lay_out(_on_gpu(case, ctx), lengths, ctx.backend, config, precision)
-        if precision == "mxfp8" and not no_mxfp8_backward(ctx.arch):
-            _both_orientations(layer)
         workspace = layer.workspace
         ctx.counters = lambda: {
             "forward": workspace.counters(), "backward": workspace.counters("backward"),
         }  # fmt: skip
         ctx.counters()  # what reading needs is made now: later, that might wait for a kernel
         yield layer
-
-
-def _both_orientations(layer: LaidOut) -> None:
-    """Quantise the weights for backward, too."""
-    from mok.mxfp8 import mxfp8_quantize
-
-    parts = [layer.case.routed[p.start : p.stop] for p in layer.placement]
-    weights = [[mxfp8_quantize(w) for w in (part.gate, part.up, part.down)] for part in parts]
-    layer.routed = [layer.place.each([w[i] for w in weights]) for i in range(3)]
 
 
 def trained(

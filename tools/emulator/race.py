@@ -450,7 +450,11 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
             break
     keep = ld64(shadow + 8 * slot + 24) & (_I(255) << 56)
     if ld64(shadow + 8 * slot) >> 32 == agent:
-        info |= ld64(shadow + 8 * slot + 24) & 255
+        before = ld64(shadow + 8 * slot + 24)
+        info |= before & 255
+        if ld64(shadow + 8 * slot) == epoch:  # as weak and as near as the weaker and the nearer one
+            info |= before & (CTA_SCOPE | CLUSTER_SCOPE) << 8
+            info &= ~(_I(STRONG) << 8) | before
     st64(shadow + 8 * slot, epoch)
     st64(shadow + 8 * slot + 24, (info & ~(_I(255) << 56)) | keep)
 

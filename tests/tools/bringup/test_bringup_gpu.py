@@ -26,10 +26,9 @@ def test_reaches_the_end(tmp_path):
     states = {check["name"]: check["state"] for check in found["checks"]}
     assert {*states.values()} <= {"ok", "not here"}
     assert found["device"]["driver"] and found["device"]["num_sms"] > 100
-    may_be_absent = {"fabric-handle", "backward-mxfp8"}
-    assert {name for name, state in states.items() if state == "not here"} <= may_be_absent
+    assert {name for name, state in states.items() if state == "not here"} <= {"fabric-handle"}
     for check in found["checks"]:
-        assert check["seconds"] < check["limit_s"] / 2, check["name"]
+        assert check["seconds"] < check["limit_s"], check["name"]
 
 
 SINGLE = ["driver", "copy", "accumulator", "block-scaled", "loop", "loop-competing", "assumptions"]

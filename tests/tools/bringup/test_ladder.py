@@ -120,11 +120,14 @@ def as_on_a_gpu(start):
     if start.rung.name == "copy" and not start.emulate:
         notes.write("kernel", **kernel)
         notes.write("launch", name="bringup_copy")
+        notes.write("value", name="before", ok=True, sha256="01" * 32)
+        notes.write("value", name="the copy", ok=False, sha256="99" * 32)
         for seconds in (2, 4):
             notes.write("counters", when=f"runs for {seconds} s", counters={"ticket": [seconds]})
         start.log().write_text("\n".join(map(str, range(100))))
         return Ending(None, 120.0)
     notes.write("kernel", **kernel)
+    notes.write("value", name="before", ok=True, sha256="01" * 32)
     notes.write("value", name="the copy", ok=True, sha256="cd" * 32)
     notes.write("result", state="ok", found="fine", seconds=1.0)
     return Ending(0, 1.0)
@@ -142,7 +145,8 @@ def test_a_failure_on_a_gpu_comes_with_the_emulators_result(tmp_path):
     assert failure["kernel"]["name"] == "bringup_copy" and failure["launches"] == ["bringup_copy"]
     assert [c["counters"]["ticket"] for c in failure["counters"]] == [[2], [4]]
     assert failure["emulated"]["state"] == "ok" and failure["emulated"]["same_ptx"] is True
-    assert failure["emulated"]["values"][0]["sha256"] == "cd" * 32
+    assert failure["emulated"]["values"][1]["sha256"] == "cd" * 32
+    assert failure["emulated"]["other_bits"] == ["the copy"]
     assert failure["log"][-1] == "99" and len(failure["log"]) == 40
     assert any("in the emulator" in text for text in said)
 

@@ -158,3 +158,13 @@ def test_a_polled_flag_needs_a_scope_that_reaches_its_writer(load, where, enough
     else:
         with pytest.raises(KernelFault, match=r"data race(.|\n)*red\.relaxed\.gpu"):
             run(text, data, check=True, seed=seed, **where)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("first", ["ld.acquire.cta.global.b32", "ld.global.b32"])
+def test_a_stronger_look_does_not_excuse_the_first(first, seed):
+    text, data = poll("ld.acquire.gpu.global.b32", TWO_CTAS), np.zeros(32, dtype=np.uint32)
+    run(text, data, check=True, seed=seed, **TWO_CTAS)
+    text = text.replace("R:\n", f"R:\n{first} %r1, [%d0];\n")
+    with pytest.raises(KernelFault, match=r"data race(.|\n)*red\.relaxed\.gpu"):
+        run(text, data, check=True, seed=seed, **TWO_CTAS)

@@ -137,7 +137,9 @@ def placed() -> Iterator[Any]:
         os.environ["MASTER_PORT"] = str(free_port())
     rank = Rank()
     try:
-        yield Place(rank.rank, rank.size, rank.device, rank.nccl, dist.group.WORLD, rank.group)
+        yield Place(
+            rank.rank, rank.size, rank.device, rank.nccl, dist.group.WORLD, rank.group, rank
+        )  # fmt: skip
     finally:
         rank.close()
 
@@ -174,16 +176,8 @@ def _sweep(
     if not alone:
         from mok.tools.bench.links.command import measure as measure_links
 
-        found["links"] = measure_links(_RankOf(place), say)
+        found["links"] = measure_links(place.bench, say)
     return found
-
-
-class _RankOf:
-    """What the link measurements take: ``mok.tools.bench.ranks.Rank``'s attributes of a place."""
-
-    def __init__(self, place: Any) -> None:
-        self.rank, self.size, self.device = place.rank, place.size, place.device
-        self.group, self.nccl = place.ours, place.group
 
 
 def _machine(place: Any) -> Any:

@@ -28,6 +28,7 @@ class Place:
     Attributes:
         group: torch's, that exchanges tensors of ``device``. host_group: one on the host (gloo).
         ours: ``mok.Group`` of the ranks, None where there is no kernel.
+        bench: the ``mok.tools.bench.ranks.Rank`` that all this is of, for the link measurements.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Place:
     group: Any
     host_group: Any
     ours: Any = None
+    bench: Any = None
 
 
 @dataclass
