@@ -11,10 +11,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from . import ptx
+from .invariant import Invariant
 from .sync import select
 
-# Independent 16-byte transfers per lane before the first is used: 4 KB in flight per warp.
+# Independent 16-byte transfers of each of two rows per lane before the first is used: 8 KB per warp.
 IN_FLIGHT = 8
+PIECE = 32 * 16 * IN_FLIGHT  # bytes of a row that a warp has in flight
 
 
 class Rows(NamedTuple):
@@ -27,57 +29,76 @@ class Rows(NamedTuple):
 
 
 @cute.jit
-def copy_row(target: Int64, source: Int64, row_bytes: Int64):
-    """One warp copies a row of ``row_bytes`` (a multiple of 128)."""
-    lane = Int64(cute.arch.lane_idx() * 16)
-    step = 32 * 16 * IN_FLIGHT
-    whole = row_bytes // step
-    for i in cutlass.range(Int32(whole), unroll=1):
-        at = Int64(i) * step + lane
-        values = [ptx.load_16(source + at + Int64(j * 512)) for j in range(IN_FLIGHT)]
-        for j in cutlass.range_constexpr(IN_FLIGHT):
-            ptx.store_16(target + at + Int64(j * 512), *values[j])
-    rest = whole * step + lane
-    for _ in cutlass.range(Int32((row_bytes - whole * step + 511) // 512), unroll=1):
-        if rest < row_bytes:
-            ptx.store_16(target + rest, *ptx.load_16(source + rest))
-        rest += Int64(512)
+def copy_piece(target: Int64, source: Int64, begin: Int32, row_bytes: Int32):
+    """One warp copies up to ``PIECE`` bytes of a row from byte ``begin`` on."""
+    lane = begin + cute.arch.lane_idx() * 16
+    inside = [lane + 512 * j < row_bytes for j in range(IN_FLIGHT)]
+    # Past the end the row's first bytes are loaded, and not used.
+    ats = [Int64(select(inside[j], lane + 512 * j, Int32(0))) for j in range(IN_FLIGHT)]
+    values = [ptx.load_16(source + at) for at in ats]
+    for j in cutlass.range_constexpr(IN_FLIGHT):
+        if inside[j]:
+            ptx.store_16(target + ats[j], *values[j])
 
 
 @cute.jit
-def copy_two_rows(
-    target: Int64, source: Int64, other_target: Int64, other_source: Int64, row_bytes: Int64
+def copy_two_pieces(
+    target: Int64,
+    source: Int64,
+    other_target: Int64,
+    other_source: Int64,
+    begin: Int32,
+    row_bytes: Int32,
 ):
-    """One warp copies two rows at once: twice the bytes are on their way over the link."""
-    lane = Int64(cute.arch.lane_idx() * 16)
-    step = 32 * 16 * IN_FLIGHT
-    whole = row_bytes // step
-    for i in cutlass.range(Int32(whole), unroll=1):
-        at = Int64(i) * step + lane
-        values = [ptx.load_16(source + at + Int64(j * 512)) for j in range(IN_FLIGHT)]
-        others = [ptx.load_16(other_source + at + Int64(j * 512)) for j in range(IN_FLIGHT)]
+    """The same of two rows at once: twice the bytes are on their way over the link."""
+    lane = begin + cute.arch.lane_idx() * 16
+    if begin + PIECE <= row_bytes:
+        at = Int64(lane)
+        values = [ptx.load_16(source + at + Int64(512 * j)) for j in range(IN_FLIGHT)]
+        others = [ptx.load_16(other_source + at + Int64(512 * j)) for j in range(IN_FLIGHT)]
         for j in cutlass.range_constexpr(IN_FLIGHT):
-            ptx.store_16(target + at + Int64(j * 512), *values[j])
+            ptx.store_16(target + at + Int64(512 * j), *values[j])
         for j in cutlass.range_constexpr(IN_FLIGHT):
-            ptx.store_16(other_target + at + Int64(j * 512), *others[j])
-    rest = whole * step + lane
-    for _ in cutlass.range(Int32((row_bytes - whole * step + 511) // 512), unroll=1):
-        if rest < row_bytes:
-            value, other = ptx.load_16(source + rest), ptx.load_16(other_source + rest)
-            ptx.store_16(target + rest, *value)
-            ptx.store_16(other_target + rest, *other)
-        rest += Int64(512)
+            ptx.store_16(other_target + at + Int64(512 * j), *others[j])
+    else:  # one after the other, which takes fewer registers
+        copy_piece(target, source, begin, row_bytes)
+        copy_piece(other_target, other_source, begin, row_bytes)
 
 
 @cute.jit
-def zero_row(target: Int64, row_bytes: Int64):
-    """One warp clears a row."""
+def zero_piece(target: Int64, begin: Int32, row_bytes: Int32):
+    """One warp clears up to ``PIECE`` bytes of a row from byte ``begin`` on."""
     zero = Uint32(0)
-    at = Int64(cute.arch.lane_idx() * 16)
-    for _ in cutlass.range(Int32((row_bytes + 511) // 512), unroll=1):
-        if at < row_bytes:
-            ptx.store_16(target + at, zero, zero, zero, zero)
-        at += Int64(512)
+    lane = begin + cute.arch.lane_idx() * 16
+    for j in cutlass.range_constexpr(IN_FLIGHT):
+        if lane + 512 * j < row_bytes:
+            ptx.store_16(target + Int64(lane + 512 * j), zero, zero, zero, zero)
+
+
+class Pairs(Invariant):
+    """The pairs of rows of a comm item, cut in pieces; the item's warps take pieces in turn.
+
+    Lane l holds where rows 2l and 2l+1 go, so that no piece waits for that to be loaded.
+    """
+
+    def __init__(self, rows: Rows, first: Int32, count: int):
+        if count > 64:
+            raise ValueError(f"a comm item has at most 64 rows, two for each lane: {count}")
+        # Lanes beyond the item repeat its last pair.
+        mine = first + cutlass.min(2 * cute.arch.lane_idx(), Int32(count - 2))
+        self.peers = [cute.arch.load(rows.peer_rank + mine + i, Int32) for i in range(2)]
+        self.routes = [cute.arch.load(rows.peer_token_idx + mine + i, Int32) for i in range(2)]
+        self.row_bytes = Int32(rows.row_bytes)
+        self.pieces = (self.row_bytes + (PIECE - 1)) // PIECE
+        self.units = self.pieces * (count // 2)
+
+    def unit(self, number: Int32) -> tuple[Int32, Int32, list[Int32], list[Int32]]:
+        """Of a piece: its pair of rows, its first byte, the rows' peers (-1: padding) and routes."""
+        pair = number // self.pieces
+        begin = (number - pair * self.pieces) * PIECE
+        peers = [cute.arch.shuffle_sync(value, pair) for value in self.peers]
+        routes = [cute.arch.shuffle_sync(value, pair) for value in self.routes]
+        return pair, begin, peers, routes
 
 
 @cute.jit
@@ -92,33 +113,39 @@ def pull_rows(
     warps: cutlass.Constexpr[int],
 ):
     """Rows ``first … first+count`` from their source ranks' buffer [tokens, H] to ``target``; padding is zero."""
-    for i in cutlass.range(2 * warp, count, 2 * warps, unroll=1):
-        peer = cute.arch.load(rows.peer_rank + first + i, Int32)
-        other_peer = cute.arch.load(rows.peer_rank + first + i + 1, Int32)
-        to = target + Int64(i) * rows.row_bytes
+    pairs = Pairs(rows, first, count)
+    for number in cutlass.range(warp, pairs.units, warps, unroll=1):
+        pair, begin, peers, routes = pairs.unit(number)
+        to = target + Int64(2 * pair) * rows.row_bytes
         other_to = to + rows.row_bytes
-        source = source_row(rows, first + i, peer, source_base, topk)
-        other_source = source_row(rows, first + i + 1, other_peer, source_base, topk)
+        source, other_source = [
+            row_address(rows, peers[i], routes[i] // topk, source_base) for i in range(2)
+        ]
         # Padding follows a segment's last row, so a first row of padding means two.
-        if other_peer >= 0:
-            copy_two_rows(to, source, other_to, other_source, rows.row_bytes)
+        if peers[1] >= 0:
+            copy_two_pieces(to, source, other_to, other_source, begin, pairs.row_bytes)
         else:
-            zero_row(other_to, rows.row_bytes)
-            if peer >= 0:
-                copy_row(to, source, rows.row_bytes)
+            zero_piece(other_to, begin, pairs.row_bytes)
+            if peers[0] >= 0:
+                copy_piece(to, source, begin, pairs.row_bytes)
             else:
-                zero_row(to, rows.row_bytes)
+                zero_piece(to, begin, pairs.row_bytes)
+
+
+def row_address(rows: Rows, peer: Int32, index: Int32, base: Int64) -> Int64:
+    """Address of row ``index`` of a rank's buffer (any valid address for padding)."""
+    valid = peer >= 0
+    return (
+        base
+        + Int64(select(valid, peer, Int32(0))) * rows.rank_stride
+        + Int64(select(valid, index, Int32(0))) * rows.row_bytes
+    )
 
 
 def source_row(rows: Rows, row: Int32, peer: Int32, base: Int64, topk: Int32) -> Int64:
     """Address of a row's token on its own rank (any valid address for padding)."""
     token = cute.arch.load(rows.peer_token_idx + row, Int32) // topk
-    valid = peer >= 0
-    return (
-        base
-        + Int64(select(valid, peer, Int32(0))) * rows.rank_stride
-        + Int64(select(valid, token, Int32(0))) * rows.row_bytes
-    )
+    return row_address(rows, peer, token, base)
 
 
 @cute.jit
@@ -132,24 +159,14 @@ def push_rows(
     warps: cutlass.Constexpr[int],
 ):
     """Rows at ``source`` to their routes' slots [tokens*K, H] on the tokens' own ranks; padding is skipped."""
-    for i in cutlass.range(2 * warp, count, 2 * warps, unroll=1):
-        peer = cute.arch.load(rows.peer_rank + first + i, Int32)
-        other_peer = cute.arch.load(rows.peer_rank + first + i + 1, Int32)
-        at = source + Int64(i) * rows.row_bytes
-        target = slot_row(rows, first + i, peer, target_base)
-        other_target = slot_row(rows, first + i + 1, other_peer, target_base)
-        if other_peer >= 0:
-            copy_two_rows(target, at, other_target, at + rows.row_bytes, rows.row_bytes)
-        elif peer >= 0:
-            copy_row(target, at, rows.row_bytes)
-
-
-def slot_row(rows: Rows, row: Int32, peer: Int32, base: Int64) -> Int64:
-    """Address of a row's slot on its token's rank (any valid address for padding)."""
-    slot = cute.arch.load(rows.peer_token_idx + row, Int32)
-    valid = peer >= 0
-    return (
-        base
-        + Int64(select(valid, peer, Int32(0))) * rows.rank_stride
-        + Int64(select(valid, slot, Int32(0))) * rows.row_bytes
-    )
+    pairs = Pairs(rows, first, count)
+    for number in cutlass.range(warp, pairs.units, warps, unroll=1):
+        pair, begin, peers, routes = pairs.unit(number)
+        at = source + Int64(2 * pair) * rows.row_bytes
+        target, other_target = [
+            row_address(rows, peers[i], routes[i], target_base) for i in range(2)
+        ]
+        if peers[1] >= 0:
+            copy_two_pieces(target, at, other_target, at + rows.row_bytes, begin, pairs.row_bytes)
+        elif peers[0] >= 0:
+            copy_piece(target, at, begin, pairs.row_bytes)

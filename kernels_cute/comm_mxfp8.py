@@ -7,7 +7,7 @@ wire the rows were quantised on their own rank, by the same functions.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from . import mxfp8, ptx
 from .comm import IN_FLIGHT, Rows, source_row
@@ -68,6 +68,42 @@ def copy_along_rows(
             lambda row: ptx.load_4(source + at + Int64(row) * row_bytes),
             lambda row, pair: ptx.store_4(target + at + Int64(row) * row_bytes, pair),
         )
+
+
+@cute.jit
+def transpose_rows(
+    source: Int64,
+    source_scales: Int64,
+    target: Int64,
+    target_scales: Int64,
+    first: Int32,
+    count: cutlass.Constexpr[int],
+    columns: Int32,
+    ring_rows: Int32,
+    thread: Int32,
+    threads: cutlass.Constexpr[int],
+):
+    """``copy_along_rows`` of e4m3 [macrobatch, H] with scales in tiles, to e4m3 [H, macrobatch] with the same.
+
+    A thread takes four columns of 32 rows.
+    """
+    groups = columns // 4
+    for task in cutlass.range(thread, count // mxfp8.BLOCK * groups, threads, unroll=1):
+        block = task // groups
+        column, row = (task - block * groups) * 4, first + block * mxfp8.BLOCK
+        at = source + Int64(row) * Int64(columns) + Int64(column)
+        # Those of 32 rows lie 16 bytes apart.
+        codes = source_scales + mxfp8.scale_offset(
+            row, column // mxfp8.BLOCK, columns // mxfp8.BLOCK
+        )
+        sides = [[], []]
+        for i in cutlass.range_constexpr(mxfp8.BLOCK):
+            word = ptx.load_4(at + Int64(columns) * i)
+            factor = mxfp8.power(ptx.load_1_if(codes + 16 * i, Boolean(True)))
+            for side, pair in zip(sides, mxfp8.expand([word], factor)):
+                side.append(pair)
+        for i in cutlass.range_constexpr(2):
+            mxfp8.store_columns(sides[i], target, target_scales, column + 2 * i, row, ring_rows)
 
 
 @cute.jit

@@ -47,6 +47,9 @@ class ForwardKernel(ForwardRoles):
         scheduling: "clc" or "tickets"; None for the machine's default.
         trace: record begin and end of every task (``tracing``).
         name: prefix of the kernel's symbol.
+        lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
+        pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
+        limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -66,23 +69,27 @@ class ForwardKernel(ForwardRoles):
         scheduling: str | None = None,
         trace: bool = False,
         name: str = "mok_forward",
+        lead: int | None = None,
+        pair: bool | None = None,
+        limited: bool = True,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
-        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8)
+        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8, lead=lead, pair=pair)
         self.wire = wire
         self.save_context = save_context or recompute
         self.recompute = recompute
         self.trace = trace
+        self.limited = limited
         self.name = name
         self.tile = Tile(
             m=self.machine.tile_m,
             up_n=tile_n // 2,
             down_n=tile_n,
             group_m=self.machine.group_m if group_m is None else group_m,
-            signals=self.ctas,
+            signals=self.machine.ctas,
         )
 
     @cute.jit
@@ -225,6 +232,7 @@ class ForwardKernel(ForwardRoles):
         swiglu_limit: Float32,
     ):
         self.setup()
+        swiglu_limit = swiglu_limit if self.limited else None
         ctx = Context(sources, scales, targets, schedule, sizes, buffers, watch, swiglu_limit)
         storage = SmemAllocator().allocate(self.shared_storage)
         if cutlass.const_expr(self.trace):

@@ -13,7 +13,7 @@ from .gemm.operands import RowSource, Tma
 from .invariant import Invariant
 from .machine import CHUNK_N
 from .megakernel import WARPS, MegaKernel
-from .program import DOWN, END, SHARED_DOWN, SHARED_UP, UP
+from .program import DOWN, END, IDLE, SHARED_DOWN, SHARED_UP, UP
 from .queue import DSL, Entry, next_slot
 from .sync import int_ptr
 from .tracing import Tracer
@@ -105,7 +105,7 @@ class Context(Invariant):
         self.sizes: Sizes = sizes
         self.buffers: Buffers = buffers
         self.watch: sync.Watch = watch
-        self.swiglu_limit: Float32 = swiglu_limit
+        self.swiglu_limit: Float32 | None = swiglu_limit
         layout = program.counter_layout(sizes.max_minibatches, sizes.max_blocks, 0)
         self.tracer: Tracer | None = None  # of a kernel built with ``trace``
         base = int_ptr(buffers.counters)
@@ -224,9 +224,9 @@ class ForwardRoles(MegaKernel):
         kind = Int32(SHARED_UP)
         while kind != END:
             entry, feed = self.next_task(ctx, prog, shared, feed)
-            kind = entry.kind
+            kind, shares = entry.kind, self.shares(feed)
             if cutlass.const_expr(self.trace):
-                if kind != END:
+                if self.works(kind):
                     ctx.tracer.begin(
                         trace.COMPUTE, kind, entry.ticket, entry.minibatch, entry.expert,
                         entry.block, entry.n,
@@ -243,7 +243,7 @@ class ForwardRoles(MegaKernel):
                 else:
                     stage, phase = main.load_tile(
                         bars, x_ring, not direct, entry.ring_block, gate, entry.n, up, entry.n,
-                        entry.expert, entry.k_tiles, stage, phase,
+                        entry.expert, entry.k_tiles, stage, phase, shares,
                     )  # fmt: skip
             elif kind == DOWN:
                 if cutlass.const_expr(self.scaled):
@@ -255,17 +255,21 @@ class ForwardRoles(MegaKernel):
                     stage, phase = main.load_tile(
                         bars, hidden, True, entry.ring_block, down, 2 * entry.n,
                         down, 2 * entry.n + 1, entry.expert, entry.k_tiles, stage, phase,
+                        shares,
                     )  # fmt: skip
             elif kind == SHARED_UP:
                 stage, phase = main.load_tile(
                     bars, x, True, entry.block, shared_gate, entry.n, shared_up, entry.n,
-                    zero, entry.k_tiles, stage, phase,
+                    zero, entry.k_tiles, stage, phase, shares,
                 )  # fmt: skip
             elif kind == SHARED_DOWN:
                 stage, phase = main.load_tile(
                     bars, shared_hidden, True, entry.block, shared_down, 2 * entry.n,
-                    shared_down, 2 * entry.n + 1, zero, entry.k_tiles, stage, phase,
+                    shared_down, 2 * entry.n + 1, zero, entry.k_tiles, stage, phase, shares,
                 )  # fmt: skip
+            if cutlass.const_expr(self.pair):
+                if kind == IDLE:
+                    stage, phase = main.load_nothing(bars, entry.k_tiles, stage, phase)
         main.finish_loads(bars, stage, phase)
 
     @cute.jit
@@ -324,7 +328,10 @@ class ForwardRoles(MegaKernel):
             entry = queue.get(slot, slot_phase)
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
-            if entry.k_tiles > 0:
+            if cutlass.const_expr(self.pair):
+                if kind == IDLE:
+                    at, phase = main.skip_tile(bars, entry.k_tiles, at, phase)
+            if entry.k_tiles > 0 and self.works(kind):
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
                 if kind == UP or kind == SHARED_UP:
                     chunk, chunk_phase = self.hidden_epilogue(
@@ -482,7 +489,7 @@ class ForwardRoles(MegaKernel):
                     stores, shared_y, rows, entry.n, down_chunks, zero, chunk, phase
                 )
             if cutlass.const_expr(self.trace):
-                if kind != END:
+                if self.works(kind):
                     ctx.tracer.end()
 
     @cute.jit

@@ -20,7 +20,9 @@ class Machine:
     """What a mainloop is built for.
 
     Attributes:
-        ctas: CTAs that work on one task, the cluster's size.
+        ctas: CTAs that work on one task.
+        cluster: CTAs of a cluster. Where they are more than a task's, the BF16 kernels work in pairs (``pairs``).
+        lead: the default of the kernels' argument.
         tile_m: rows of a task; each CTA holds 128 of them.
         tmem_columns: columns of tensor memory, 0 where accumulators live in registers.
         acc_stages: accumulators in tensor memory.
@@ -31,6 +33,8 @@ class Machine:
 
     name: str
     ctas: int
+    cluster: int
+    lead: int
     tile_m: int
     tmem_columns: int
     acc_stages: int
@@ -53,8 +57,8 @@ class Machine:
         return CONTROL_BYTES + stages * self.stage_bytes(tile_n, scaled) + staging
 
 
-HOPPER = Machine("Hopper", 1, 128, 0, 0, 4, 0, 16, ("tickets",))
-BLACKWELL = Machine("Blackwell", 2, 256, 512, 2, 6, 5, 8, ("clc", "tickets"))
+HOPPER = Machine("Hopper", 1, 1, 0, 128, 0, 0, 4, 0, 16, ("tickets",))
+BLACKWELL = Machine("Blackwell", 2, 2, 0, 256, 512, 2, 6, 5, 8, ("clc", "tickets"))
 MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
 
@@ -137,11 +141,13 @@ def launch_grid(
     With launch control one cluster per task, so that clusters which are not running can be cancelled or,
     when someone else needs the SMs, started later; otherwise what fits ``num_sms`` at once.
     """
-    ctas = machine_of(arch).ctas
-    wanted = num_comm_ctas + ctas * max(1, tasks)
+    machine = machine_of(arch)
+    cluster = machine.cluster
+    clusters = -(-machine.ctas * max(1, tasks) // cluster)
+    wanted = num_comm_ctas + cluster * clusters
     if check_scheduling(arch, scheduling) == "clc":
         return wanted
-    return min(wanted, num_sms // ctas * ctas)
+    return min(wanted, num_sms // cluster * cluster)
 
 
 def check_launch(
@@ -157,17 +163,17 @@ def check_launch(
     """
     machine = machine_of(arch)
     for name, value in (("grid", grid), ("num_comm_ctas", num_comm_ctas)):
-        if value % machine.ctas:
+        if value % machine.cluster:
             raise ResourceError(
-                f"{name} must be a multiple of the cluster's {machine.ctas} CTAs on {arch}",
+                f"{name} must be a multiple of the cluster's {machine.cluster} CTAs on {arch}",
                 value,
-                f"Use {-(-value // machine.ctas) * machine.ctas}.",
+                f"Use {-(-value // machine.cluster) * machine.cluster}.",
             )
     for name, value in (("the grid", grid), ("the usable SMs", num_sms)):
-        if num_comm_ctas + machine.ctas > value:
+        if num_comm_ctas + machine.cluster > value:
             raise ResourceError(
-                f"comm workers and one compute cluster of {machine.ctas} must fit {name}",
-                f"{num_comm_ctas} + {machine.ctas} > {value}",
+                f"comm workers and one compute cluster of {machine.cluster} must fit {name}",
+                f"{num_comm_ctas} + {machine.cluster} > {value}",
                 "Use fewer comm SMs, or free SMs.",
             )
     if minibatch % machine.tile_m or macrobatch % max(minibatch, 1) or minibatch <= 0:

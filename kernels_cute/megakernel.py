@@ -9,7 +9,7 @@ A kernel brings its roles as methods; this class brings the machine. Warps of a 
     4-11  multiply, then the epilogue        3     first CTA: scheduler, draws and waits for both
                                                    second CTA: relay of the scheduler's entries
                                              4-7   epilogue
-                                             8-11  gather (direct)
+                                             8-11  gather (direct); quantise (backward in MXFP8)
 
 In ring builds the first clusters to start are comm workers, the others compute. Order of starting, not the
 block index, decides: so comm workers run before any compute cluster exists that waits for them, whatever
@@ -22,12 +22,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from mok.errors import ResourceError
+
 from . import ptx, sync, tracing
+from .epilogue.halves import HalfStaging
 from .epilogue.staging import RowStaging, Staging
 from .gemm import sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
 from .invariant import Invariant
 from .machine import CHUNK_N, HOPPER, check_scheduling, check_tile, machine_of
+from .pairs import MAIL_WORDS, Mail, PairFeed, PairTurns
+from .program import IDLE
 from .queue import (
     DEPTH,
     WORDS,
@@ -69,7 +74,7 @@ class NoCursor(NamedTuple):
 class Shared(Invariant):
     """A CTA's shared memory: queue, mbarriers, stages, and the single words."""
 
-    def __init__(self, queue, bars, stores, sA, sB, sB_half, sD, storage, order):
+    def __init__(self, queue, bars, stores, sA, sB, sB_half, sD, storage, order, mail):
         self.queue = queue
         self.bars = bars
         self.stores = stores
@@ -78,6 +83,7 @@ class Shared(Invariant):
         self.sB_half = sB_half
         self.sD = sD
         self.storage = storage
+        self.mail: Mail | None = mail
         self.order = order  # of this cluster among those that started; 0 where nobody counts
 
     @property
@@ -86,7 +92,7 @@ class Shared(Invariant):
         return self.storage.comm_item.data_ptr()
 
 
-class MegaKernel(Invariant):
+class MegaKernel(PairTurns):
     """Base of the megakernels.
 
     Args:
@@ -98,12 +104,16 @@ class MegaKernel(Invariant):
             every cluster draws tickets to the end, and the grid should be what fits the GPU.
         mxfp8: routed experts in MXFP8. ``self.scaled`` says whether the MMA takes block scales.
         store_stages: staging buffers.
+        lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second, so that one multiplies
+            while the other is in its epilogue; 0 leaves it to chance, with staging buffers in common.
+        pair: clusters of two CTAs that share B (``pairs``); Hopper. None, as for ``lead``: the machine's.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
     """
 
     trace = False  # record begin and end of every task
+    quantises = False  # warps of their own quantise results (Blackwell, where none gathers)
 
     def __init__(
         self,
@@ -114,6 +124,8 @@ class MegaKernel(Invariant):
         scheduling: str | None,
         mxfp8: bool = False,
         store_stages: int = 2,
+        lead: int | None = None,
+        pair: bool | None = None,
     ):
         self.arch = arch
         self.direct = direct
@@ -125,12 +137,24 @@ class MegaKernel(Invariant):
             stages = self.machine.scaled_stages if self.scaled else self.machine.stages
         check_tile(arch, tile_n, stages, store_stages, self.scaled)
         self.hopper = self.machine is HOPPER
-        self.ctas = self.machine.ctas
+        if lead is None:
+            lead = self.machine.lead
+        if pair is None:
+            pair = self.machine.cluster > self.machine.ctas and not mxfp8
+        if pair and (not self.hopper or mxfp8):
+            raise ResourceError(
+                "pairs that share B are for BF16 on Hopper", f"{arch}, mxfp8={mxfp8}"
+            )
+        self.pair = pair
+        self.ctas = 2 if pair else self.machine.ctas
         if self.hopper:
             gather_warps = 2 if direct else 0
             self.first_gather_warp = 2
-            self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps)
-            self.staging = Staging(self.mainloop.CTA_ROWS, 8, store_stages)
+            if not 0 <= lead < stages:
+                raise ResourceError("lead must be at least 0 and less than stages", lead)
+            self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps, lead, pair)
+            kind = HalfStaging if lead > 0 else Staging
+            self.staging = kind(self.mainloop.CTA_ROWS, 8, store_stages)
             self.readers = 1 + gather_warps + 8  # store, gather, MMA
         else:
             gather_warps = 4 if direct else 0
@@ -164,12 +188,18 @@ class MegaKernel(Invariant):
             **self.mainloop.storage(),
             "queue_full": array[Int64, DEPTH],
             "queue_empty": array[Int64, DEPTH],
-            "store_full": array[Int64, self.staging.stages],
-            "store_empty": array[Int64, self.staging.stages],
+            "store_full": array[Int64, self.staging.stages * self.staging.BARRIERS],
+            "store_empty": array[Int64, self.staging.stages * self.staging.BARRIERS],
             "queue_words": words[array[Int32, DEPTH * WORDS], 16],
             "comm_item": array[Int32, 2],
             "order": array[Int32, 2],
         }
+        if self.pair:
+            fields |= {
+                "mail_arrived": array[Int64, DEPTH],
+                "mail_freed": array[Int64, DEPTH],
+                "mail_words": words[array[Int32, DEPTH * MAIL_WORDS], 16],
+            }
         if not self.hopper:
             fields |= {
                 "queue_arrived": array[Int64, DEPTH],
@@ -198,7 +228,7 @@ class MegaKernel(Invariant):
 
     def rank_in_cluster(self) -> Int32:
         """Which CTA of a task's CTAs this is."""
-        return Int32(0) if self.hopper else cute.arch.block_idx_in_cluster()
+        return Int32(0) if self.ctas == 1 else cute.arch.block_idx_in_cluster()
 
     def queue_readers(self):
         """Warps of this CTA that read the queue."""
@@ -219,7 +249,7 @@ class MegaKernel(Invariant):
     @cute.jit
     def cluster_sync(self):
         """All threads of the cluster, with release and acquire."""
-        if cutlass.const_expr(self.hopper):
+        if cutlass.const_expr(self.ctas == 1):
             cute.arch.sync_threads()
         else:
             cute.arch.cluster_arrive()
@@ -236,7 +266,7 @@ class MegaKernel(Invariant):
         order = Int32(0)
         if self.counts_starts:
             word = storage.order.data_ptr()
-            if self.hopper:
+            if self.ctas == 1:
                 order = cute.arch.load(word, Int32)
             else:
                 order = ptx.cluster_load(ptx.cluster_address(word.toint(), Int32(0)))
@@ -250,7 +280,15 @@ class MegaKernel(Invariant):
             view(storage.sD, staging.layout),
             storage,
             order,
+            self.make_mail(storage),
         )
+
+    def make_mail(self, storage) -> Mail | None:
+        """The mail of a pair, in the shared storage."""
+        if not self.pair:
+            return None
+        words, arrived = storage.mail_words.data_ptr(), storage.mail_arrived.data_ptr()
+        return Mail(words, arrived, storage.mail_freed.data_ptr())
 
     def make_queue(self, storage) -> TaskQueue:
         """The queue in the shared storage."""
@@ -269,6 +307,8 @@ class MegaKernel(Invariant):
                 self.mainloop.init_barriers(bars)
                 queue.init(self.queue_readers())
                 self.staging.init_barriers(stores)
+                if cutlass.const_expr(self.pair):
+                    self.make_mail(storage).init()
                 if cutlass.const_expr(self.use_clc):
                     launch_control(storage).init()
                 if cutlass.const_expr(self.counts_starts):
@@ -302,6 +342,9 @@ class MegaKernel(Invariant):
         else:
             self.budget(1)
             self.result_role(ctx, shared, self.mainloop.worker(warp, shared.storage))
+        if cutlass.const_expr(self.pair):
+            # Nobody leaves while the other CTA may still reach it.
+            self.cluster_sync()
 
     @cute.jit
     def blackwell_roles(self, ctx, shared, warp):
@@ -330,17 +373,21 @@ class MegaKernel(Invariant):
                     self.schedule_role(ctx, shared)
                 else:
                     shared.queue.relay(END)
+            # Nobody leaves while the other CTA may still reach it, or its tensor memory is read.
+            self.cluster_sync()
+            if warp == MMA_WARP:
+                cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
         elif warp < self.first_gather_warp:
             self.budget(1)
             self.result_role(ctx, shared, self.mainloop.worker(warp, tmem.toint()))
+            self.cluster_sync()
         else:
             self.budget(2)
             if cutlass.const_expr(self.direct):
                 self.gather_role(ctx, shared)
-        # Nobody leaves while the other CTA may still reach it, or its tensor memory is read.
-        self.cluster_sync()
-        if warp == MMA_WARP:
-            cute.arch.dealloc_tmem(tmem, columns, is_two_cta=True)
+            elif cutlass.const_expr(self.quantises):
+                self.quantise_role(ctx, shared)
+            self.cluster_sync()
 
     # A kernel whose ``decode`` looks tickets up, which only grow, can carry how far it has got.
 
@@ -364,15 +411,31 @@ class MegaKernel(Invariant):
         elif count < LAUNCH_REGISTERS:
             cute.arch.setmaxregister_decrease(count)
 
-    def first_task(self, ctx, prog) -> Feed:
+    def works(self, kind: Int32):
+        """Whether an entry of this kind is a task."""
+        return (kind != END) & (kind != IDLE) if self.pair else kind != END
+
+    def shares(self, feed) -> Int32:
+        """1 where the entry that came with ``feed`` has its B in common with the other CTA's."""
+        return feed.shares if self.pair else Int32(0)
+
+    def first_task(self, ctx, prog) -> Feed | PairFeed:
         """A load warp's feed before its first task."""
+        if self.pair:
+            return self.first_turn(ctx, prog)
         if not self.hopper:
             return Feed(Int32(0), Int32(0), Int32(0), NoCursor())
         ticket = draw(ctx.counters.ticket)
         return Feed(ticket, Int32(0), Int32(0), self.first_cursor(ctx, prog))
 
+    def next_task(self, ctx, prog, shared, feed: Feed | PairFeed):
+        """The load warp's next entry, and the feed after it."""
+        if self.pair:
+            return self.next_turn(ctx, prog, shared, feed)
+        return self.next_alone(ctx, prog, shared, feed)
+
     @cute.jit
-    def next_task(self, ctx, prog, shared, feed: Feed):
+    def next_alone(self, ctx, prog, shared, feed: Feed):
         """The load warp's next task and feed. On Hopper it publishes it, draws one ahead and waits itself."""
         slot, phase = next_slot(feed.slot, feed.phase)
         ticket, cursor = feed.ticket, feed.cursor

@@ -84,6 +84,27 @@ def scale_offset(row: Int32, block: Int32, row_blocks: Int32) -> Int64:
     return tile * TILE_BYTES + Int64(row % 32 * 16 + row % TILE // 32 * 4 + block % 4)
 
 
+def quantise_columns(pairs) -> list[tuple[Int32, list[Uint32]]]:
+    """Two neighbouring columns of 32 rows, a BF16x2 per row: each column's code and its 8 words of E4M3."""
+    most = magnitude(pairs)
+    codes = scale_code(most & Uint32(0xFFFF)), scale_code(most & Uint32(0xFFFF0000))
+    columns = []
+    for half, code in zip((ptx.bf16_low, ptx.bf16_high), codes):
+        scaled = [ptx.mul_rn(half(pair), reciprocal(code)) for pair in pairs]
+        words = [ptx.pack_e4m3(*scaled[i : i + 4]) for i in range(0, BLOCK, 4)]
+        columns.append((code, words))
+    return columns
+
+
+def store_columns(pairs, target, scales, column, row, rows) -> None:
+    """``quantise_columns`` to e4m3 [columns, rows] and its scales in tiles: a block of 32 ``rows`` from ``row``."""
+    for i, (code, words) in enumerate(quantise_columns(pairs)):
+        to = target + Int64(column + i) * Int64(rows) + Int64(row)
+        for half in range(2):
+            ptx.store_16(to + 16 * half, *words[4 * half : 4 * half + 4])
+        ptx.store_1(scales + scale_offset(column + i, row // BLOCK, rows // BLOCK), Uint32(code))
+
+
 def through_columns(first: Uint32, second: Uint32, codes: tuple[Int32, Int32]) -> list[Uint32]:
     """Two neighbouring columns of two rows, a BF16x2 per row, quantised with a scale per column and expanded."""
     down = [reciprocal(code) for code in codes] * 2

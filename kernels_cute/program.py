@@ -34,6 +34,7 @@ Int = Any  # a Python int, or the kernel language's Int32
 
 # Kinds of compute task.
 END, SHARED_UP, SHARED_DOWN, UP, DOWN = 0, 1, 2, 3, 4
+IDLE = 7  # no task: while the other CTA of a pair has one alone; the same in backward
 # Kinds of comm item.
 DISPATCH, COMBINE = 1, 2
 
@@ -82,6 +83,16 @@ class Task(NamedTuple):
     block: Int
     n: Int
     minibatch: Int
+
+
+def side_by_side(first: Any, second: Any) -> Any:
+    """Whether two consecutive tasks can be worked on at once by CTAs that keep step: neither waits for the
+    other, and both have as many steps. Tasks of one kind and minibatch do, in backward of one group, too.
+    """
+    same = (first.kind == second.kind) & (first.minibatch == second.minibatch)
+    if hasattr(first, "group"):
+        same = same & (first.group == second.group)
+    return same & (first.kind != END)
 
 
 class Item(NamedTuple):

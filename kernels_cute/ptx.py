@@ -31,6 +31,13 @@ def add_rn(a: Float32, b: Float32) -> Float32:
     )
 
 
+def sub_rn(a: Float32, b: Float32) -> Float32:
+    """a-b, round to nearest even, never contracted."""
+    return cute.arch.inline_ptx(
+        "sub.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
 def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
     """a*b+c with one rounding."""
     return cute.arch.inline_ptx(

@@ -115,16 +115,16 @@ class QuantiseKernel:
     def along_column(self, address, plane, row, column, target, scales, rows, columns):
         """One block of 32 rows in each of two neighbouring columns."""
         words = [ptx.shared_load_4(address + i * ROW_BYTES) for i in range(32)]
-        # Low halves are the first column, high halves the second.
-        most = mxfp8.magnitude(words)
-        codes = [
-            mxfp8.scale_code(most & Uint32(0xFFFF)), mxfp8.scale_code(most & Uint32(0xFFFF0000))
-        ]  # fmt: skip
-        split = [
-            [ptx.pack_bf16(half(words[i]), half(words[i + 1])) for i in range(0, 32, 2)]
-            for half in (ptx.bf16_low, ptx.bf16_high)
-        ]
         if cutlass.const_expr(self.expanded):
+            # Low halves are the first column, high halves the second.
+            most = mxfp8.magnitude(words)
+            codes = [
+                mxfp8.scale_code(most & Uint32(0xFFFF)), mxfp8.scale_code(most & Uint32(0xFFFF0000))
+            ]  # fmt: skip
+            split = [
+                [ptx.pack_bf16(half(words[i]), half(words[i + 1])) for i in range(0, 32, 2)]
+                for half in (ptx.bf16_low, ptx.bf16_high)
+            ]
             first, second = (mxfp8.through(p, code) for p, code in zip(split, codes))
             for i in cutlass.range_constexpr(32):
                 a, b = first[i // 2], second[i // 2]
@@ -132,12 +132,13 @@ class QuantiseKernel:
                 at = plane + Int64(row + i) * Int64(columns) + Int64(column)
                 ptx.store_4(target + 2 * at, ptx.pack_bf16(half(a), half(b)))
         else:
+            columns_ = mxfp8.quantise_columns(words)
             for c in cutlass.range_constexpr(2):
-                data = mxfp8.quantise(split[c], mxfp8.reciprocal(codes[c]))
+                code, data = columns_[c]
                 at = plane + Int64(column + c) * Int64(rows) + Int64(row)
                 for j in cutlass.range_constexpr(2):
                     ptx.store_16(target + at + 16 * j, *data[4 * j : 4 * j + 4])
-                self.put_scale(scales, plane, column + c, row // 32, rows // 32, codes[c])
+                self.put_scale(scales, plane, column + c, row // 32, rows // 32, code)
 
     @cute.jit
     def put_scale(self, scales, plane, row, block, row_blocks, code):

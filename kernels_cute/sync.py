@@ -119,6 +119,11 @@ def select_f32(condition: Boolean, yes: Float32, no: Float32) -> Float32:
     return Float32(select_(condition, Float32(yes), Float32(no)))
 
 
+def select_i64(condition: Boolean, yes: Int64, no: Int64) -> Int64:
+    """``select`` on addresses."""
+    return Int64(select_(condition, Int64(yes), Int64(no)))
+
+
 def divider(divisor: Int32) -> Int64:
     """The multiplier with which ``divide`` divides by ``divisor`` in 1…32."""
     return (Int64(1 << 36) + Int64(divisor) - 1) // Int64(divisor)

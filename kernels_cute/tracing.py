@@ -14,8 +14,8 @@ from .invariant import Invariant
 from .sync import int_ptr
 
 # A tracer's int64 words in shared memory.
-ROWS, COUNT, CAPACITY, BEGUN, ENDED, RESULTED = range(6)
-WORDS = 6
+ROWS, COUNT, CAPACITY, BEGUN, ENDED, RESULTED, QUANTISED = range(7)
+WORDS = 7
 
 
 def long_ptr(address: Int64) -> cute.Pointer:
@@ -54,7 +54,7 @@ class Tracer(Invariant):
                 rows += Int64(worker) * capacity * trace.RECORD_BYTES
         for at, value in ((ROWS, rows), (COUNT, count), (CAPACITY, capacity)):
             cute.arch.store(words + at, value)
-        for at in (BEGUN, ENDED, RESULTED):
+        for at in (BEGUN, ENDED, RESULTED, QUANTISED):
             cute.arch.store(words + at, Int64(0))
 
     @cute.jit

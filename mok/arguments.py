@@ -107,4 +107,9 @@ def stream_of(workspace: Workspace) -> int:
 
 def stream_handle(device: torch.device) -> int:
     """Handle of torch's current stream on a device; 0 in the emulator."""
-    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
+    if device.type == "cpu":
+        return 0
+    if device.index is None:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    # Without making a Stream object; torch's own compiler launches this way.
+    return int(torch._C._cuda_getCurrentRawStream(device.index))

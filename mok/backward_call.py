@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,11 +11,18 @@ from torch import Tensor
 
 from mok.arguments import check_tensor
 from mok.call import Call, ForwardContext, LaunchFacts, num_sms
-from mok.errors import DtypeError, ResourceError, ShapeError
+from mok.errors import DtypeError, ShapeError
 from mok.kernels_cute import trace
 
 GRAD_NAMES = (
     "routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down",
+)  # fmt: skip
+
+
+# What the backward kernel takes block scales of, in its order.
+SCALED = (
+    "routed_gate", "routed_up", "routed_down", "routed_gate_t", "routed_up_t", "saved_x", "replay_x",
+    "dy", "d_gate", "d_up", "x_tokens", "dy_tokens", "d_gate_tokens", "d_up_tokens", "weighted",
 )  # fmt: skip
 
 
@@ -35,6 +42,9 @@ class Scratch:
     [dx rows, I/64]; accumulators FP32 [2, group tasks * tile]; in a ring also replay_x, dy_ring
     [ring, H] and row_weight FP32 [ring]. MXFP8: copies quantised along the tokens, x_tokens, dy_tokens
     [ring, H], d_gate_tokens, d_up_tokens [ring, I]; weighted is one, too.
+
+    With block-scaled MMAs what is quantised is E4M3 (uint8), the copies along the tokens transposed, and
+    ``scales`` holds E8M0 in tiles (uint8) by the kernel's argument.
     """
 
     replay_gate: Tensor
@@ -45,13 +55,14 @@ class Scratch:
     dx: Tensor
     dw_partial: Tensor
     accumulators: Tensor
-    replay_x: Tensor | None
-    dy_ring: Tensor | None
     row_weight: Tensor | None
+    replay_x: Tensor | None = None
+    dy_ring: Tensor | None = None
     x_tokens: Tensor | None = None
     dy_tokens: Tensor | None = None
     d_gate_tokens: Tensor | None = None
     d_up_tokens: Tensor | None = None
+    scales: dict[str, Tensor] = field(default_factory=dict)
 
 
 class BackwardCall(Call):
@@ -64,13 +75,7 @@ class BackwardCall(Call):
         grad_dtype: torch.dtype, accumulate: bool,
     ) -> None:  # fmt: skip
         """Check what only backward has. ``grads``: given buffers per local rank, or None."""
-        if self.sizes.scaled:
-            raise ResourceError(
-                "backward in MXFP8 is for Hopper: Blackwell has a forward pass only",
-                f"precision mxfp8 on {self.workspace.arch}",
-                "Use precision bf16",
-            )
-        self.transposed = self._transposed() if self.mxfp8 else []
+        self.transposed, self.transposed_scales = self._transposed() if self.mxfp8 else ([], [])
         self.context = context
         self.dy = list(grad_output)
         self._check_context(context)
@@ -94,16 +99,18 @@ class BackwardCall(Call):
             for i in range(self.count)
         ]
 
-    def _transposed(self) -> list[list[Tensor]]:
-        """Gate, up and down, quantised along the contractions of the gradients, per local rank."""
+    def _transposed(self) -> tuple[list[list[Tensor]], list[list[Tensor | None]]]:
+        """Gate, up and down, quantised along the contractions of the gradients, per local rank; their scales."""
         from mok.mxfp8 import for_kernel
 
-        found = []
+        found, scales = [], []
         for given in self.routed_given:
             weights = [given] if not isinstance(given, Sequence) else given
-            parts = [for_kernel(weight, "transposed", False).values for weight in weights]
-            found.append([part for part in parts if part is not None])
-        return found
+            parts = [for_kernel(weight, "transposed", self.sizes.scaled) for weight in weights]
+            data = [part.data if self.sizes.scaled else part.values for part in parts]
+            found.append([values for values in data if values is not None])
+            scales.append([part.scales for part in parts])
+        return found, scales
 
     def _check_context(self, context: Any) -> None:
         """The context must be one that ``forward`` saved in this workspace, whole."""
@@ -161,7 +168,7 @@ class BackwardCall(Call):
         from mok.kernels_cute.backward.program import Backward
         from mok.kernels_cute.program import Tile
 
-        ring, rows = self.ring, self.sizes.y_rows
+        ring, y_rows = self.ring, self.sizes.y_rows
         H, I = self.shape.hidden_size, self.shape.intermediate_size
         tile = Tile(m=self.sizes.tile)
         program = Backward(
@@ -170,20 +177,28 @@ class BackwardCall(Call):
         floats = 2 * program.group_tasks * tile.m * tile.down_n
         f32 = torch.float32
         in_ring = not self.direct
-        sizes = {"x_tokens": H, "dy_tokens": H, "d_gate_tokens": I, "d_up_tokens": I}
-        along = {name: self._new(ring, n) for name, n in sizes.items() if self.mxfp8}
+        # By their columns: rows of the ring, and copies of rows along the tokens.
+        rows = {"d_gate": I, "d_up": I} | ({"replay_x": H, "dy_ring": H} if in_ring else {})
+        along = {"weighted": I}
+        if self.mxfp8:
+            along |= {"x_tokens": H, "dy_tokens": H, "d_gate_tokens": I, "d_up_tokens": I}
+        scales: dict[str, Tensor] = {}
+        quantised: dict[str, Tensor] = {}
+        for name, columns in (rows | along).items():
+            if self.sizes.scaled:
+                size = (columns, ring) if name in along else (ring, columns)
+                quantised[name] = self._new(*size, dtype=torch.uint8)
+                scales[name] = self._new(ring * columns // 32, dtype=torch.uint8)
+            else:
+                quantised[name] = self._new(ring, columns)
         return Scratch(
-            **along,
+            **quantised,
+            scales=scales,
             replay_gate=self._new(ring, I),
             replay_up=self._new(ring, I),
-            d_gate=self._new(ring, I),
-            d_up=self._new(ring, I),
-            weighted=self._new(ring, I),
-            dx=self._new(rows, H),
-            dw_partial=self._new(rows, I // 64, dtype=f32),
+            dx=self._new(y_rows, H),
+            dw_partial=self._new(y_rows, I // 64, dtype=f32),
             accumulators=self._new(floats, dtype=f32),
-            replay_x=self._new(ring, H) if in_ring else None,
-            dy_ring=self._new(ring, H) if in_ring else None,
             row_weight=self._new(ring, dtype=f32) if in_ring else None,
         )
 
@@ -296,6 +311,7 @@ class BackwardCall(Call):
             "dy_tokens": at(s.dy_tokens),
             "d_gate_tokens": at(s.d_gate_tokens),
             "d_up_tokens": at(s.d_up_tokens),
+            **self._scale_arguments(i, s),
             "dx": at(s.dx),
             "dw_partial": at(s.dw_partial),
             "shared_d_gate": at(shared_grads[0]),
@@ -348,12 +364,26 @@ class BackwardCall(Call):
                     self.config.trace,
                     self.mxfp8,
                     self.sizes.wire,
+                    self.limited,
                 )
             ),
             *arguments.values(),
             self.stream,
         )
         return {"shared_dx": shared_dx, "shared_partial": shared_partial}
+
+    def _scale_arguments(self, i: int, s: Scratch) -> dict[str, int]:
+        """Addresses of all block scales of local rank ``i``, in the kernel's order."""
+        found: dict[str, Tensor | None] = {name: s.scales.get(name) for name in SCALED}
+        if self.sizes.scaled:
+            found["dy"] = s.scales["dy_ring"]
+            found["saved_x"] = self.context.x_scales[i]
+            for k, name in enumerate(("gate", "up", "down")):
+                across = self.transposed_scales[k][i]
+                found[f"routed_{name}"] = across if name == "down" else self.scales[k][i]
+                if name != "down":
+                    found[f"routed_{name}_t"] = across
+        return {f"{name}_scales": self._address(t) for name, t in found.items()}
 
     def sum_backward(
         self, i: int, s: Scratch, parts: dict[str, Tensor | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 
 from mok.arguments import check_tensor, check_tunables, per_rank, stream_of
-from mok.config import CLUSTER_CTAS, Config
+from mok.config import Config
 from mok.errors import ResourceError, ShapeError
 from mok.kernels_cute import trace
+from mok.runtime import launch as launcher
 
 if TYPE_CHECKING:
+    from mok.runtime.compile import Kernel
     from mok.runtime.workspace import ScheduleBuffers, Workspace
 
 WEIGHT_NAMES = ("gate", "up", "down")
+ROUTED = tuple(f"routed_{name}" for name in WEIGHT_NAMES)
+SHARED = tuple(f"shared_{name}" for name in WEIGHT_NAMES)
+BF16, FP32, E4M3 = (torch.bfloat16,), (torch.float32,), (torch.float8_e4m3fn,)
 
 
 @dataclass
@@ -70,6 +75,7 @@ class ForwardContext:
     gate_shared: list[Tensor | None] = field(default_factory=list)
     up_shared: list[Tensor | None] = field(default_factory=list)
     x_scales: list[Tensor] = field(default_factory=list)
+    used: bool = False  # by a backward call that did not keep it
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for autograd's saved-tensor hooks."""
@@ -94,6 +100,20 @@ class LaunchFacts:
     def ring_slots(self) -> int:
         """Minibatches that the ring holds."""
         return self.ring // self.minibatch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a launch takes from the shape and the config alone.
+
+    A workspace keeps them by number of tokens and kind of call, so that a call costs the host little.
+    """
+
+    config: Config
+    kernel: Kernel
+    numbers: tuple[int, ...]
+    heap: tuple[int, ...] = ()
+    facts: LaunchFacts | None = None
 
 
 def num_sms(workspace: Workspace) -> int:
@@ -138,6 +158,7 @@ class Call:
         check_tunables(workspace, config)
         workspace.check_group()
         self.config, self.workspace, self.schedule = config, workspace, schedule
+        self.absent = workspace.counter_words.data_ptr()
         self.recompute = recompute
         self.shape, self.sizes = workspace.shape, workspace.sizes
         self.direct = self.sizes.direct
@@ -160,6 +181,7 @@ class Call:
         self.stream = stream_of(workspace)
         self.ring = self.sizes.ring
         self.limit = math.inf if swiglu_limit is None else float(swiglu_limit)
+        self.limited = self.limit != math.inf
         if not self.limit >= 0:
             raise ShapeError("swiglu_limit must be at least 0", swiglu_limit)
         H, I, K = self.shape.hidden_size, self.shape.intermediate_size, self.shape.topk
@@ -169,29 +191,27 @@ class Call:
         self.mxfp8 = workspace.precision == "mxfp8"
         self.routed_given = routed
         self.scales: list[list[Tensor | None]] = []
-        from mok.mxfp8 import mxfp8_per_rank
-
         self.routed = []
-        for name, value in zip(names, routed, strict=True):
+        for name, value in zip(ROUTED[: len(names)], routed, strict=True):
             if self.mxfp8:
-                data, scales = mxfp8_per_rank(workspace, f"routed_{name}", value, name == "down")
+                from mok.mxfp8 import mxfp8_per_rank
+
+                down = name == "routed_down"
+                data, scales = mxfp8_per_rank(workspace, name, value, down)
                 self.scales.append(scales)
             else:
-                data = per_rank(workspace, f"routed_{name}", value)
+                data = per_rank(workspace, name, value)
             self.routed.append(data)
         for i, rank in enumerate(self.local_ranks):
             tokens = schedule.top_experts[i].shape[0]
             experts = len(self.shape.experts_on(rank))
-            check = lambda name, value, size, dtype=torch.bfloat16: check_tensor(  # noqa: E731
-                workspace, name, value, size, (dtype,)
-            )
-            check("x", self.x[i], (tokens, H))
+            check_tensor(workspace, "x", self.x[i], (tokens, H), BF16)
             if not recompute:
-                check("router_weights", self.weights[i], (tokens, K), torch.float32)
+                check_tensor(workspace, "router_weights", self.weights[i], (tokens, K), FP32)
             sizes = ((experts, I, H), (experts, I, H), (experts, H, I))
-            for name, weight, size in zip(names, self.routed, sizes, strict=False):
-                kind = torch.float8_e4m3fn if self.scales and self.sizes.scaled else torch.bfloat16
-                check(f"routed_{name}", weight[i], size, kind)
+            kinds = E4M3 if self.scales and self.sizes.scaled else BF16
+            for name, weight, size in zip(ROUTED, self.routed, sizes, strict=False):
+                check_tensor(workspace, name, weight[i], size, kinds)
         self.shared = self._check_shared(shared, names)
         self.shared_scale: list[Tensor] | None = None
         if shared_scale is not None:
@@ -209,7 +229,7 @@ class Call:
 
     def _check_shared(self, shared: Any, names: Sequence[str]) -> tuple[Tensor, ...] | None:
         width, H = self.shape.shared_intermediate_size, self.shape.hidden_size
-        given = [f"shared_{n}" for n, t in zip(names, shared, strict=True) if t is not None]
+        given = [n for n, t in zip(SHARED, shared, strict=False) if t is not None]
         if width is None:
             if given:
                 raise ShapeError(
@@ -223,20 +243,18 @@ class Call:
                 ", ".join(given) or "none given",
             )
         sizes = ((width, H), (width, H), (H, width))
-        for name, value, size in zip(names, shared, sizes, strict=False):
-            check_tensor(self.workspace, f"shared_{name}", value, size, (torch.bfloat16,))
+        for name, value, size in zip(SHARED, shared, sizes, strict=False):
+            check_tensor(self.workspace, name, value, size, BF16)
         return tuple(shared)
 
     def given(self) -> dict[str, Any]:
         """The call's tensors by name, for ``mok.capture``."""
-        names = [f"routed_{name}" for name in WEIGHT_NAMES]
-        shared = [f"shared_{name}" for name in WEIGHT_NAMES]
         return {
             "x": self.x,
             "router_weights": self.weights,
             "shared_scale": self.shared_scale,
-            **dict(zip(names, self.routed, strict=False)),
-            **dict(zip(shared, self.shared or (), strict=False)),
+            **dict(zip(ROUTED, self.routed, strict=False)),
+            **dict(zip(SHARED, self.shared or (), strict=False)),
         }
 
     def tokens(self, i: int) -> int:
@@ -277,13 +295,12 @@ class Call:
         from mok import kernels
         from mok.kernels_cute.quantise_rows import quantise_rows_ctas
         from mok.runtime.compile import get_kernel
-        from mok.runtime.launch import launch
 
         scales = self.workspace.x_wire_scales
         assert scales is not None
         tokens, hidden = self.x[i].shape
         if tokens:
-            launch(
+            launcher.launch(
                 get_kernel(kernels.quantise_rows_spec(self.workspace.arch)),
                 self.x[i].data_ptr(),
                 target.data_ptr(),
@@ -302,9 +319,9 @@ class Call:
         otherwise no more than fit.
         """
         from mok.kernels import scheduling_of
-        from mok.kernels_cute.machine import launch_grid
+        from mok.kernels_cute.machine import launch_grid, machine_of
 
-        cluster = CLUSTER_CTAS[self.workspace.arch]
+        cluster = machine_of(self.workspace.arch).cluster
         usable = (num_sms(self.workspace) - self.config.reserved_sms) // cluster * cluster
         comm = 0 if self.direct else -(-comm_sms // cluster) * cluster
         if comm + cluster > usable:
@@ -328,16 +345,9 @@ class Call:
 
         Returns the shared expert's output (nothing writes it when recomputing).
         """
-        from mok import kernels
-        from mok.runtime.compile import get_kernel
-        from mok.runtime.launch import launch
-
-        w, s, rank = self.workspace, self.sizes, self.local_ranks[i]
+        w = self.workspace
         T, H, I = self.tokens(i), self.shape.hidden_size, self.shape.intermediate_size
         Is = self.shape.shared_intermediate_size or 0
-        b = self.schedule.ranks[i]
-        # Scratch: launches of virtual ranks follow one another.
-        shared_hidden = w.shared_hidden if Is else None
         shared_y = self._new(T, H) if Is else None
         gate = up = shared_gate = shared_up = None
         x_ring, x_scales = w.x_ring, w.x_scales
@@ -355,82 +365,78 @@ class Call:
             context.up_routed.append(up)
             context.gate_shared.append(shared_gate)
             context.up_shared.append(shared_up)
-        grid, comm = self.launch_shape(self.config.fwd_num_comm_sms)
-        w.last_launch = LaunchFacts(
-            "recompute" if recompute else "forward",
-            grid,
-            comm,
-            self.config.minibatch_size,
-            self.ring,
-        )
+        plan = self._planned((i, context is not None, recompute), self._plan_forward)
+        w.last_launch = plan.facts
         # The recompute kernel has no down task: any valid address will do there.
         routed = [r[i] for r in self.routed] + [None] * (3 - len(self.routed))
         shared = [*(self.shared or ()), None, None, None][:3]
         scales = [*(part[i] for part in self.scales), None, None, None][:3]
-        launch(
-            get_kernel(
-                kernels.recompute_spec(
-                    w.arch,
-                    self.direct,
-                    self.config.launch_control,
-                    self.config.trace,
-                    self.mxfp8,
-                    self.sizes.wire,
-                )
-                if recompute
-                else kernels.forward_spec(
-                    w.arch,
-                    self.direct,
-                    context is not None,
-                    self.config.launch_control,
-                    self.config.trace,
-                    self.mxfp8,
-                    self.sizes.wire,
-                )
-            ),
-            self._address(self.x[i]),
-            *(self._address(t) for t in routed),
-            *(self._address(t) for t in shared),
-            self._address(b.peer_rank),
-            self._address(b.peer_token_idx),
-            self._address(b.block_expert),
-            self._address(b.num_rows),
-            self._address(x_ring),
-            self._address(w.hidden),
-            self._address(w.y),
-            self._address(shared_hidden),
-            self._address(shared_y),
-            self._address(gate),
-            self._address(up),
-            self._address(shared_gate),
-            self._address(shared_up),
-            *(self._address(t) for t in (*scales, x_scales, w.hidden_scales)),
-            w.x.base_address if w.x is not None else 0,
-            w.x_wire_scales.base_address if w.x_wire_scales is not None else 0,
-            w.slots.base_address if w.slots is not None else 0,
-            w.heap.stride,
+        address = self._addresses
+        launcher.launch(
+            plan.kernel,
+            *address(self.x[i], *routed, *shared),
+            *self.schedule.ranks[i].addresses,
+            *address(x_ring, w.hidden, w.y, w.shared_hidden, shared_y),
+            *address(gate, up, shared_gate, shared_up, *scales, x_scales, w.hidden_scales),
+            *plan.heap,
             self.counters[i],
-            w.records.wait_address(rank),
-            w.barrier.gate_address(rank),
-            int(self.config.timeout_s * 1e9),
-            T,
-            H,
-            I,
-            Is,
-            len(self.shape.experts_on(rank)),
-            self.shape.topk,
-            self.config.minibatch_size,
-            self.ring,
-            s.y_rows,
-            s.max_minibatches,
-            s.max_blocks,
-            comm,
-            grid,
-            rank,
+            *plan.numbers,
             self.limit,
             self.stream,
         )
         return shared_y
+
+    def _planned(self, key: tuple[Any, ...], make: Callable[..., Plan]) -> Plan:
+        """What such a launch takes from the shape and the config: made once and kept."""
+        plans = self.workspace.plans
+        key = (*key, self.limited, self.x[key[0]].shape[0], num_sms(self.workspace))
+        plan = plans.get(key)
+        if plan is None or (plan.config is not self.config and plan.config != self.config):
+            plan = plans[key] = make(*key[:-3])
+        return plan
+
+    def _plan_forward(self, i: int, save: bool, recompute: bool) -> Plan:
+        from mok import kernels
+        from mok.runtime.compile import get_kernel
+
+        w, s, c, rank = self.workspace, self.sizes, self.config, self.local_ranks[i]
+        grid, comm = self.launch_shape(c.fwd_num_comm_sms)
+        options = (c.launch_control, c.trace, self.mxfp8, s.wire, self.limited)
+        if recompute:
+            spec = kernels.recompute_spec(w.arch, self.direct, *options)
+        else:
+            spec = kernels.forward_spec(w.arch, self.direct, save, *options)
+        name = "recompute" if recompute else "forward"
+        return Plan(
+            config=c,
+            kernel=get_kernel(spec),
+            facts=LaunchFacts(name, grid, comm, c.minibatch_size, self.ring),
+            heap=(
+                w.x.base_address if w.x is not None else 0,
+                w.x_wire_scales.base_address if w.x_wire_scales is not None else 0,
+                w.slots.base_address if w.slots is not None else 0,
+                w.heap.stride,
+            ),
+            numbers=(
+                w.records.wait_address(rank),
+                w.barrier.gate_address(rank),
+                int(c.timeout_s * 1e9),
+                self.tokens(i),
+                self.shape.hidden_size,
+                self.shape.intermediate_size,
+                self.shape.shared_intermediate_size or 0,
+                len(self.shape.experts_on(rank)),
+                self.shape.topk,
+                c.minibatch_size,
+                self.ring,
+                s.y_rows,
+                s.max_minibatches,
+                s.max_blocks,
+                comm,
+                grid,
+                rank,
+            ),
+        )
 
     def sum_forward(self, i: int, shared_y: Tensor | None) -> Tensor:
         """out[t] = shared[t] + Σ_k w·y in fixed order."""
@@ -446,11 +452,6 @@ class Call:
     def _token_sum(
         self, i: int, rows: int, weights: Tensor | None, shared: Tensor | None, scale: Tensor | None
     ) -> Tensor:
-        from mok import kernels
-        from mok.kernels_cute.token_sum import token_sum_ctas
-        from mok.runtime.compile import get_kernel
-        from mok.runtime.launch import launch
-
         T, H = self.tokens(i), self.shape.hidden_size
         out = self._new(T, H)
         if T == 0:
@@ -458,34 +459,43 @@ class Call:
         ids = self.schedule.top_experts[i]
         slots = self.schedule.ranks[i].route_row if self.direct else ids
         assert slots is not None
-        bits = 64 if slots.dtype == torch.int64 else 32
-        spec = kernels.token_sum_spec(
-            self.workspace.arch, self.direct, shared is not None, bits,
-            has_weights=weights is not None, has_shared_scale=scale is not None,
-        )  # fmt: skip
-        launch(
-            get_kernel(spec),
+        key = (i, weights is not None, shared is not None, scale is not None, slots.dtype)
+        plan = self._planned(key, self._plan_token_sum)
+        launcher.launch(
+            plan.kernel,
             out.data_ptr(),
             rows,
-            self._address(weights),
-            self._address(shared),
-            self._address(scale),
+            *self._addresses(weights, shared, scale),
             slots.data_ptr(),
-            self.workspace.barrier.gate_address(self.local_ranks[i]),
-            T,
-            H,
-            self.shape.topk,
-            self.shape.num_experts,
-            token_sum_ctas(T, H, num_sms(self.workspace)),
+            *plan.numbers,
             self.stream,
         )
         return out
 
+    def _plan_token_sum(
+        self, i: int, weights: bool, shared: bool, scale: bool, slots: torch.dtype
+    ) -> Plan:
+        from mok import kernels
+        from mok.kernels_cute.token_sum import token_sum_ctas
+        from mok.runtime.compile import get_kernel
+
+        T, H = self.tokens(i), self.shape.hidden_size
+        spec = kernels.token_sum_spec(
+            self.workspace.arch, self.direct, shared, 64 if slots == torch.int64 else 32,
+            has_weights=weights, has_shared_scale=scale,
+        )  # fmt: skip
+        ctas = token_sum_ctas(T, H, num_sms(self.workspace))
+        gate = self.workspace.barrier.gate_address(self.local_ranks[i])
+        numbers = (gate, T, H, self.shape.topk, self.shape.num_experts, ctas)
+        return Plan(self.config, get_kernel(spec), numbers)
+
     def _new(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.workspace.device)
 
+    def _addresses(self, *tensors: Tensor | None) -> list[int]:
+        """Addresses; a valid, aligned one for what is absent or empty (nothing reads it)."""
+        absent = self.absent
+        return [absent if t is None else t.data_ptr() or absent for t in tensors]
+
     def _address(self, tensor: Tensor | None) -> int:
-        """A tensor's address; a valid, aligned one for what is absent or empty (nothing reads it)."""
-        if tensor is None or tensor.numel() == 0:
-            return self.workspace.counter_words.data_ptr()
-        return tensor.data_ptr()
+        return self._addresses(tensor)[0]

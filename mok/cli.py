@@ -16,6 +16,7 @@ from rich.console import Console
 from mok import processes
 from mok.commands import (
     bench,
+    bringup,
     capture,
     check,
     compile,
@@ -53,6 +54,7 @@ class Command(Protocol):
 
 COMMANDS: tuple[Command, ...] = (
     demo, check, compile, bench, tune, wave, plan, simulate, trace, emulate, capture, replay, doctor,
+    bringup,
 )  # fmt: skip
 
 

@@ -231,13 +231,15 @@ class Config:
     @classmethod
     def suggest(cls, shape: Shape, device: Any, precision: str = "bf16") -> Config:
         """What ``mok tune`` found for this shape on this GPU, else a reasonable start: the two-wave
-        minibatch (all rows at EP = 1, up to 65536), a ring of at most 32 of them, and at EP > 1 the
-        comm SMs that the simulator finds best on this kind of GPU (about a second, once a shape).
+        minibatch (all rows up to 65536 where they are gathered in place, at EP = 1 in BF16), a ring of at
+        most 32 of them, and elsewhere the comm SMs that the simulator finds best on this kind of GPU
+        (about a second, once a shape).
 
         Args:
             device: a machine name ("h200"), a CUDA ``torch.device``, or any object with ``arch``
-                and ``num_sms``. Only a real GPU has tuned results.
-            precision: of the routed experts; quantising takes comm SMs' time.
+                and ``num_sms``. Only a real GPU has tuned results, and those of BF16 only.
+            precision: of the routed experts. In MXFP8 rows pass the ring at EP = 1, too, and quantising
+                takes comm SMs' time.
 
         Raises:
             DeviceError: the device is no GPU, or an unsupported one.
@@ -250,7 +252,8 @@ class Config:
         routes = shape.num_tokens * shape.topk * shape.ep_size
         share = -(-routes * shape.max_local_experts // shape.num_experts)
         rows = share + shape.max_local_experts * tile
-        if shape.ep_size == 1:
+        in_place = shape.ep_size == 1 and precision == "bf16"
+        if in_place:
             # Nothing to overlap: the fewer minibatches cut an expert, the less often its weights are
             # read (docs/measurements/h200.md: 609 → 637 TFLOP/s on Mixtral).
             count = max(1, -(-rows // _MAX_DIRECT_MINIBATCH))
@@ -266,11 +269,11 @@ class Config:
             macrobatch_size=ring * minibatch,
             schedule_capacity_multiplier=1.25 * (routes + padding) / (shape.ep_size * routes),
         )
-        if shape.ep_size > 1 or precision == "mxfp8":
+        if not in_place:
             from mok.tools.simulator.suggest import with_comm_sms
 
             suggested = with_comm_sms(suggested, shape, arch, num_sms, precision)
-        if (name := _gpu_name(device)) is None:
+        if precision != "bf16" or (name := _gpu_name(device)) is None:
             return suggested
         from mok import tune
 

@@ -45,6 +45,10 @@ class MissingDependencyError(MokError, ImportError):
     """A package is not installed, has the wrong version, or is hidden by a foreign one."""
 
 
+class ContextError(MokError):
+    """A forward context was used where it cannot be."""
+
+
 class CapacityError(MokError):
     """More tokens or rows than the workspace was made for, or not enough memory."""
 

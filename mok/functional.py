@@ -24,7 +24,7 @@ from torch import Tensor
 from mok.arguments import check_tensor, check_tunables, per_rank, stream_of, unwrap
 from mok.call import Call, ForwardContext, LaunchFacts, Schedule, num_sms, schedule_sizes
 from mok.config import Config, Shape
-from mok.errors import DtypeError, MokError, ShapeError
+from mok.errors import ContextError, DtypeError, MokError, ShapeError
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group
@@ -44,8 +44,10 @@ def on_device(position: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(function)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             workspace: Any = args[position] if len(args) > position else kwargs.get("workspace")
-            device = getattr(workspace, "device", None)
+            device: Any = getattr(workspace, "device", None)
             if getattr(device, "type", "cpu") != "cuda":
+                return function(*args, **kwargs)
+            if torch.cuda.current_device() == device.index:
                 return function(*args, **kwargs)
             with torch.cuda.device(device):
                 return function(*args, **kwargs)
@@ -455,10 +457,9 @@ def backward(
     grads: Sequence[Tensor | None] | Sequence[Sequence[Tensor | None]] | None = None,
     grad_dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
+    keep_context: bool = False,
 ) -> tuple[Any, ...]:
     """All gradients of a forward call, in one kernel and the sums after it (collective).
-
-    The context is not changed: it can be used again.
 
     Args:
         forward_context: of the forward call with the same arguments, or of
@@ -468,6 +469,8 @@ def backward(
             on virtual ranks); None makes new ones.
         grad_dtype: of the weight gradients, bfloat16 or float32.
         accumulate: add to ``grads`` (one rounding) instead of overwriting them.
+        keep_context: the context may serve another backward call, which gives the same bits. Without,
+            a second use is taken for a mistake, as torch does without ``retain_graph``.
         Other arguments as ``forward``.
 
     Returns:
@@ -477,8 +480,15 @@ def backward(
         expert.
 
     Raises:
-        As ``forward``.
+        As ``forward``; ContextError: the context has been used.
     """
+    if getattr(forward_context, "used", False):
+        raise ContextError(
+            "a forward context serves one backward call",
+            "one that has been used",
+            "Pass keep_context=True to the calls before the last, or rebuild it with "
+            "recompute_forward_context",
+        )
     from mok.backward_call import GRAD_NAMES, BackwardCall
 
     call = BackwardCall(
@@ -509,6 +519,7 @@ def backward(
         tail = () if d_scale is None else (d_scale,)
         results.append((d_x, d_weights, *g.routed, *g.shared, *tail))
     workspace.check_call()
+    forward_context.used = not keep_context
     if observer is not None:
         names = ("d_x", "d_router_weights", *(f"d_{name}" for name in GRAD_NAMES))
         columns = [] if accumulate else zip(*(r[: len(names)] for r in results), strict=True)

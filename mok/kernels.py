@@ -21,15 +21,16 @@ def forward_spec(
     trace: bool = False,
     mxfp8: bool = False,
     wire: bool = False,
+    limited: bool = False,
 ) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank, BF16) gathers rows in place, without the ring.
 
     ``trace`` records begin and end of every task; ``mxfp8``: routed experts in MXFP8;
-    ``wire``: x travels quantised.
+    ``wire``: x travels quantised; ``limited``: SwiGLU clamps at the call's limit.
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
-    name, config = _precision(name, config, mxfp8, wire)
+    name, config = _variant(name, config, mxfp8, wire, limited)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
@@ -41,11 +42,12 @@ def recompute_spec(
     trace: bool = False,
     mxfp8: bool = False,
     wire: bool = False,
+    limited: bool = False,
 ) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
     config = {"direct": direct, "save_context": True, "recompute": True}
     name = f"recompute_{_path(direct)}"
-    name, config = _precision(name, config, mxfp8, wire)
+    name, config = _variant(name, config, mxfp8, wire, limited)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
@@ -127,10 +129,12 @@ def backward_spec(
     trace: bool = False,
     mxfp8: bool = False,
     wire: bool = False,
+    limited: bool = False,
 ) -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there). Other arguments as forward's."""
-    name, more = _precision(f"backward_{_path(direct)}_{grad_mode}", {}, mxfp8, wire)
+    name = f"backward_{_path(direct)}_{grad_mode}"
+    name, more = _variant(name, {}, mxfp8, wire, limited)
     return _for_machine(
         name, arch, BACKWARD, launch_control, trace, direct=direct, grad_mode=grad_mode, **more
     )
@@ -167,20 +171,25 @@ def forward_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
     return kernels
 
 
-def mxfp8_kernels(arch: str, has_shared: bool) -> list[KernelSpec]:
-    """Every kernel that the weights and a forward call in MXFP8 may launch; rows always pass the ring."""
+def mxfp8_kernels(arch: str, has_shared: bool, grad_mode: str = "bf16") -> list[KernelSpec]:
+    """Every kernel that the weights and calls in MXFP8 may launch; rows always pass the ring."""
+    expanded = machine_of(arch).scaled_stages == 0
     kernels = [
-        quantise_spec(arch, True, False, machine_of(arch).scaled_stages == 0),
+        *(quantise_spec(arch, True, transposed, expanded) for transposed in (False, True)),
         quantise_rows_spec(arch),
         stage_ids_spec(arch),
         schedule_spec(arch),
         token_sum_spec(arch, False, has_shared),
         recompute_spec(arch, False, mxfp8=True),
+        plan_spec(arch),
+        router_grad_spec(arch, False),
+        token_sum_spec(arch, False, has_shared, has_weights=False),
     ]
     for wire in (False, True):
         kernels += [
             forward_spec(arch, False, save, mxfp8=True, wire=wire) for save in (False, True)
         ]
+        kernels.append(backward_spec(arch, False, grad_mode, mxfp8=True, wire=wire))
     return kernels
 
 
@@ -213,10 +222,13 @@ def _for_machine(
     return KernelSpec(name, arch, factory, tuple(sorted({"arch": arch, **config}.items())))
 
 
-def _precision(
-    name: str, config: dict[str, bool], mxfp8: bool, wire: bool
+def _variant(
+    name: str, config: dict[str, bool], mxfp8: bool, wire: bool, limited: bool
 ) -> tuple[str, dict[str, bool]]:
-    """A kernel's name and configuration with MXFP8 experts, and with MXFP8 on the wire."""
+    """A kernel's name and configuration with MXFP8 experts, with MXFP8 on the wire, and with a clamp."""
+    config = {**config, "limited": limited}
+    if limited:
+        name = f"{name}_limited"
     if mxfp8:
         name, config = f"{name}_mxfp8", {**config, "mxfp8": True}
     if wire:

@@ -24,7 +24,7 @@ class LaidOut:
         lengths: tokens of each rank; their number is EP.
         device: where the case's tensors lie.
         machine: what ``Config.suggest`` takes, where ``config`` is None.
-        precision: of the routed experts, "bf16" or "mxfp8" (quantised here; no backward pass).
+        precision: of the routed experts, "bf16" or "mxfp8" (quantised here).
 
     Raises:
         MokError: what ``functional.create_workspace`` raises.
@@ -64,7 +64,7 @@ class LaidOut:
         parts = [case.routed[p.start : p.stop] for p in self.placement]
         routed: list[list[Any]] = [[part.gate, part.up, part.down] for part in parts]
         if precision == "mxfp8":
-            routed = [[mxfp8_quantize(w, transposed=False) for w in part] for part in routed]
+            routed = [[mxfp8_quantize(w) for w in part] for part in routed]
         self.routed = [each([weights[i] for weights in routed]) for i in range(3)]
         shared = case.shared
         self.shared = [shared.gate[0], shared.up[0], shared.down[0]] if shared else [None] * 3

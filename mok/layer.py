@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mok import ops
 from mok.config import Config
-from mok.errors import CapacityError, DtypeError, ResourceError, ShapeError
+from mok.errors import CapacityError, DtypeError, ShapeError
 from mok.layer_spec import LayerSpec, register_layer
 from mok.mxfp8 import QuantisedMasters
 from mok.router import Router, Score, linear_fp32
@@ -48,8 +48,8 @@ class MoELayer(nn.Module):
             time of forward) into it, and give that weight no ``grad``. Compiler passes cannot see
             these additions: read main_grad only after backward.
         precision: of the routed experts, "bf16" or "mxfp8" (docs/mxfp8.md). With "mxfp8" the parameters
-            are masters, quantised again once after each change; H and I are multiples of 128; on
-            Blackwell there is no backward pass yet. torch.compile breaks its graph at such a layer.
+            are masters, quantised again once after each change; H and I are multiples of 128.
+            torch.compile breaks its graph at such a layer.
         device, dtype: of the parameters; dtype is bfloat16 or float32. FP32 parameters are rounded
             to BF16 for the kernels and get FP32 gradients.
 
@@ -244,11 +244,6 @@ class MoELayer(nn.Module):
     ) -> Tensor:  # fmt: skip
         """``_compute`` in MXFP8; the routed weights are quantised where a parameter has changed."""
         max_tokens = self._max_tokens(x.shape[0])
-        if train and self.spec.plan(max_tokens, x.device).scaled:
-            raise ResourceError(
-                "MXFP8 has a forward pass only on Blackwell", "a call that needs gradients",
-                "Call the layer under torch.no_grad(), or use precision bf16",
-            )  # fmt: skip
         debug = self.spec.config is not None and self.spec.config.debug
         names = ("routed_gate", "routed_up", "routed_down")
         quantised = [

@@ -132,7 +132,7 @@ def _machine(device: torch.device) -> Any:
 
 @lru_cache
 def _suggest(spec: LayerSpec, max_tokens: int, machine: Any) -> Config:
-    return Config.suggest(spec.shape(max_tokens), machine)
+    return Config.suggest(spec.shape(max_tokens), machine, spec.precision)
 
 
 @lru_cache

@@ -32,7 +32,7 @@ _SCHEDULE = (
     "peer_rank", "peer_token_idx", "num_rows", "tokens_per_expert", "expert_offset", "block_expert",
     "route_row",
 )  # fmt: skip
-_CONTEXT = ("x_routed", "gate_routed", "up_routed", "gate_shared", "up_shared")
+_CONTEXT = ("x_routed", "x_scales", "gate_routed", "up_routed", "gate_shared", "up_shared")
 
 
 def _flatten(schedule: Schedule, context: ForwardContext) -> list[Tensor]:
@@ -40,7 +40,7 @@ def _flatten(schedule: Schedule, context: ForwardContext) -> list[Tensor]:
     flat = []
     for i, buffers in enumerate(schedule.ranks):
         parts = [getattr(buffers, name) for name in _SCHEDULE]
-        parts += [getattr(context, name)[i] for name in _CONTEXT]
+        parts += [found[i] for name in _CONTEXT if (found := getattr(context, name))]
         flat += [t for t in parts if t is not None]
     return flat
 
@@ -59,14 +59,18 @@ def _unflatten(
     rest = iter(saved)
     schedule, context = Schedule([], ids), ForwardContext()
     for rank in spec.local_ranks:
-        parts = {
-            name: next(rest) if present.get(name, True) else None for name in _SCHEDULE + _CONTEXT
-        }
+        parts: dict[str, Tensor | None] = {}
+        for name in _SCHEDULE + _CONTEXT:
+            parts[name] = next(rest) if present.get(name, True) else None
+            if name == "x_routed":  # E4M3 has scales
+                x = parts[name]
+                present["x_scales"] = x is not None and x.dtype != torch.bfloat16
         schedule.ranks.append(
             ScheduleBuffers(rank=rank, **{name: parts[name] for name in _SCHEDULE})  # type: ignore[arg-type]
         )
         for name in _CONTEXT:
-            getattr(context, name).append(parts[name])
+            if present.get(name, True) or name != "x_scales":
+                getattr(context, name).append(parts[name])
     return schedule, context
 
 
@@ -79,7 +83,9 @@ def _empty_saved(spec: LayerSpec, max_tokens: int, x: Tensor) -> list[Tensor]:
     for tokens in spec.tokens(x.shape[0]):
         flat += [x.new_empty(sizes[n], dtype=torch.int32) for n in _SCHEDULE if n in sizes]
         if not plan.direct:
-            flat.append(x.new_empty(plan.ring, spec.hidden_size))
+            flat.append(x.new_empty(plan.ring, spec.hidden_size, dtype=plan.ring_dtype))
+            if plan.scaled:
+                flat.append(x.new_empty(plan.ring * spec.hidden_size // 32, dtype=torch.uint8))
         flat += [x.new_empty(plan.ring, spec.intermediate_size) for _ in range(2)]
         if width is not None:
             flat += [x.new_empty(tokens, width) for _ in range(2)]

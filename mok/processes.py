@@ -72,6 +72,24 @@ def joined(timeout_s: float | None = None) -> Iterator[Group | None]:
             dist.destroy_process_group()
 
 
+def smallest(value: int) -> int:
+    """The least of all processes' values (collective within ``joined``)."""
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return int(found)
+
+
+def on_one_gpu() -> int:
+    """Processes of this host that share a GPU."""
+    import torch
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    return -(-here // torch.cuda.device_count())
+
+
 def fit(lengths: Sequence[int] | None, size: int) -> list[int] | None:
     """A split of tokens over any number of ranks, for ``size`` ranks: its ends stay, ranks between
     the first and the last have none."""

@@ -22,6 +22,7 @@ def run_training(
     config: Config | None = None,
     tokens_per_rank: Sequence[int] | None = None,
     recompute: bool = False,
+    precision: str = "bf16",
 ) -> tuple[Tensor, Gradients]:
     """Forward and backward of the case on ``ep_size`` virtual ranks: BF16 [N, H], and all gradients.
 
@@ -35,13 +36,13 @@ def run_training(
     """
     lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
     if backend.kind == "reference":
-        sizes: dict[str, Any] = {}
+        sizes: dict[str, Any] = {"precision": precision}
         if config is not None:
-            sizes = {"minibatch": config.minibatch_size, "macrobatch": config.macrobatch_size}
+            sizes |= {"minibatch": config.minibatch_size, "macrobatch": config.macrobatch_size}
         output = forward_reference(case, ep_size, tokens_per_rank=lengths, **sizes)
         return output, backward_reference(case, dy, ep_size, tokens_per_rank=lengths, **sizes)
     with machine(backend):
-        layer = lay_out(case, lengths, backend, config)
+        layer = lay_out(case, lengths, backend, config, precision)
         schedule = layer.schedule()
         output, context = layer.forward(schedule, save_context=True)
         assert context is not None

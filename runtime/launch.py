@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mok.runtime.compile import Kernel
@@ -32,8 +33,22 @@ def set_active_emulator(emulator: Emulator | None) -> Emulator | None:
     return before
 
 
+_watcher: Callable[[Kernel], None] | None = None
+
+
+def set_launch_watcher(
+    watcher: Callable[[Kernel], None] | None,
+) -> Callable[[Kernel], None] | None:
+    """Call ``watcher`` with each kernel before it is launched; returns the one before, to restore it."""
+    global _watcher
+    before, _watcher = _watcher, watcher
+    return before
+
+
 def launch(kernel: Kernel, *args: Any) -> None:
     """Launch a kernel; arguments as in its host function, the stream (int or CUstream) last."""
+    if _watcher is not None:
+        _watcher(kernel)
     if _emulator is None:
         kernel(*args)
     else:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from mok.errors import CapacityError, DeviceError, ResourceError
-from mok.runtime.driver import DriverCallError, bindings, call, device_context
+from mok.runtime.driver import DriverCallError, bindings, call, current_device, device_context
 
 HANDLE_KINDS = ("fabric", "posix_fd", "none")
 """How physical memory is handed over: between hosts, within one host, not at all."""
@@ -182,6 +182,9 @@ class CudaMemory:
     # -------------------------------------------------------------- contents
 
     def fill(self, address: int, value: int, size: int, stream: Any) -> None:
+        if stream is not None and current_device() == self.ordinal:  # every call of the layer
+            call("cuMemsetD8Async", address, value, size, stream)
+            return
         with device_context(self.ordinal), contextlib.ExitStack() as stack:
             if stream is None:
                 stream = stack.enter_context(_side_stream())

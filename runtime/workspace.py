@@ -46,6 +46,12 @@ class ScheduleBuffers:
     block_expert: torch.Tensor
     route_row: torch.Tensor | None = None
 
+    @functools.cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Of what the megakernels read: peer_rank, peer_token_idx, block_expert, num_rows."""
+        read = (self.peer_rank, self.peer_token_idx, self.block_expert, self.num_rows)
+        return tuple(t.data_ptr() for t in read)
+
 
 @dataclass(frozen=True)
 class BackwardBuffers:
@@ -175,6 +181,7 @@ class Workspace:
         self._backward: BackwardBuffers | None = None
         self.backward_words: tuple[Any, torch.Tensor] | None = None  # layout, int32 words
         self.recorder = Recorder(self)  # of calls with Config(trace=True)
+        self.plans: dict[Any, Any] = {}  # mok.call.Plan by kind of call
         self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
         self.sizes = plan_workspace(shape, config, max_tokens, self.arch, precision)
@@ -270,6 +277,7 @@ class Workspace:
             setattr(self, name, tensor)
         self.counter_words.zero_()
         self.shape, self.sizes = shape, sizes
+        self.plans.clear()
 
     def new_schedule(self, rank: int) -> ScheduleBuffers:
         """Buffers for a schedule that must outlive the next call, as training needs."""
@@ -407,6 +415,7 @@ class Workspace:
                 if buffer.place == "local":
                     setattr(self, buffer.name, None)
             self.schedules = {}
+            self.plans = {}
             self.recorder.buffers = {}
             self._close.close()
 

@@ -24,7 +24,7 @@ from mok.kernels_cute.backward.program import (
 from mok.kernels_cute.machine import machine_of
 from mok.kernels_cute.router_grad import router_grad_ctas
 from mok.reference import Case, Experts, Gradients, RankSchedule, schedule_reference
-from mok.reference.mxfp8 import through_mxfp8, through_mxfp8_along
+from mok.reference.mxfp8 import quantise, through_mxfp8, through_mxfp8_along, tile_scales
 from mok.runtime.compile import KernelSpec, get_kernel
 from mok.runtime.launch import active_emulator, launch
 from tests.helpers import address, arch_of, kernel, run_token_sum, stream_of
@@ -38,7 +38,8 @@ def call(spec: KernelSpec, device: torch.device, **arguments) -> None:
     module, _, cls = spec.factory.rpartition(":")
     host = getattr(importlib.import_module(module), cls).__call__
     names = list(inspect.signature(host).parameters)[1:-1]
-    arguments |= {name: 0 for name in names if name.endswith("_scales")}  # of MXFP8
+    absent = {name: 0 for name in names if name.endswith("_scales")}  # of MXFP8
+    arguments = absent | arguments
     assert set(arguments) == set(names), set(arguments) ^ set(names)
     values = [arguments[n] for n in names]
     emulator = active_emulator()
@@ -60,7 +61,7 @@ class BackwardRun:
         tokens_per_rank: how the tokens are split; evenly by default.
         minibatch, macrobatch: rows. grid, num_comm_ctas: CTAs.
         arch: of the kernels; the device's by default.
-        mxfp8: routed experts in MXFP8 (Hopper). config: more of ``BackwardKernel``.
+        mxfp8: routed experts in MXFP8. config: more of ``BackwardKernel``.
         grad_mode: of ``BackwardKernel``; into: what the adding modes add to, all ranks together.
     """
 
@@ -86,7 +87,9 @@ class BackwardRun:
             config["mxfp8"] = True
         self.mxfp8 = mxfp8
         self.arch = arch or arch_of(case.x.device)
-        spec = kernels.backward_spec(self.arch, direct, grad_mode)
+        self.limited = case.swiglu_limit is not None
+        self.scaled = mxfp8 and machine_of(self.arch).scaled_stages > 0  # E4M3 and scales
+        spec = kernels.backward_spec(self.arch, direct, grad_mode, limited=self.limited)
         if config:
             spec = replace(spec, config=tuple(sorted({**dict(spec.config), **config}.items())))
         self.spec = spec
@@ -112,6 +115,17 @@ class BackwardRun:
 
     def words(self, *size: int, value: int = 0) -> Tensor:
         return self.full(*size, dtype=torch.int32, value=value)
+
+    def rows(self, rows: int, columns: int, along: bool = False) -> tuple[Tensor, Tensor | int]:
+        """A buffer that MXFP8 quantises, ``along`` the rows: BF16, or E4M3 with the bytes of its scales.
+
+        Both full of NaN.
+        """
+        if not self.scaled:
+            return self.full(rows, columns), 0
+        size = (columns, rows) if along else (rows, columns)
+        scales = self.full(rows * columns // 32, dtype=torch.uint8, value=0xFF)
+        return self.full(*size, dtype=torch.uint8, value=0x7F), scales
 
     def make_heap(self, dy: Tensor) -> None:
         """The symmetric heap: per rank x, dy, w, combine slots, dx slots and dw slots."""
@@ -214,7 +228,9 @@ class _Rank:
         }
         self.weights_t = {"routed_gate_t": 0, "routed_up_t": 0}
         self.backward_weights = self.weights
-        if run.mxfp8 and self.experts:
+        if run.scaled:
+            self.quantise_weights()
+        elif run.mxfp8 and self.experts:
             plain = self.weights
             along = {n: through_mxfp8(plain[n]) for n in plain if n.startswith("routed")}
             across = {n: through_mxfp8_along(plain[n], 1).contiguous() for n in along}
@@ -242,13 +258,37 @@ class _Rank:
             "saved_shared_gate": run.full(tokens, shared_i),
             "saved_shared_up": run.full(tokens, shared_i),
         }
-        self.saved_x = run.full(ring, hidden)
+        self.saved_x, self.saved_x_scales = run.rows(ring, hidden)
         self.dx = run.full(self.rows, hidden)
         self.dw_partial = run.full(self.rows, inner // 64, dtype=FP32)
         self.shared_dx = run.full(tokens, hidden)
         self.shared_dw_partial = run.full(tokens, shared_i // 64, dtype=FP32)
         self.outputs = self.make_outputs()
         self.keep: list = []
+
+    def quantise_weights(self) -> None:
+        """E4M3 with scales in tiles: of forward's orientation, and of backward's, which is transposed."""
+        plain = self.weights
+
+        def quantised(name: str, across: bool) -> tuple[Tensor, Tensor]:
+            weight = plain[f"routed_{name}"]
+            if weight.dim() < 3:  # no experts here
+                return weight.to(torch.uint8), weight.to(torch.uint8)
+            found = quantise(weight.transpose(1, 2).contiguous() if across else weight)
+            return found.data, tile_scales(found.scales)
+
+        weights, more = dict(plain), {}
+        for name in ("gate", "up", "down"):
+            weights[f"routed_{name}"], scales = quantised(name, False)
+            weights[f"{name}_scales"] = scales
+        self.weights = weights
+        self.backward_weights = {n: t for n, t in weights.items() if not n.endswith("_scales")}
+        for name in ("gate", "up"):
+            more[f"routed_{name}_scales"] = weights[f"{name}_scales"]
+            more[f"routed_{name}_t"], more[f"routed_{name}_t_scales"] = quantised(name, True)
+        down, more["routed_down_scales"] = quantised("down", True)
+        self.backward_weights["routed_down"] = down
+        self.weights_t = more
 
     def make_outputs(self) -> dict[str, Tensor]:
         """Weight gradients: NaN, or what they are added to."""
@@ -308,12 +348,17 @@ class _Rank:
         )
         shared_i = max(run.shared_i, 64)
         self.y = run.full(self.rows, run.hidden)
+        hidden, hidden_scales = run.rows(run.macrobatch, run.intermediate)
+        scales = {"x_scales": self.saved_x_scales, "hidden_scales": hidden_scales}
+        self.keep.append((hidden, hidden_scales))
         call(
-            kernels.forward_spec(run.arch, run.direct, save_context=True, mxfp8=run.mxfp8),
+            kernels.forward_spec(
+                run.arch, run.direct, save_context=True, mxfp8=run.mxfp8, limited=run.limited
+            ),
             run.device,
             x=run.views["x"][self.rank],
             x_ring=self.saved_x,
-            hidden=self.kept(run.full(run.macrobatch, run.intermediate)),
+            hidden=hidden,
             y=self.y,
             shared_hidden=self.kept(run.full(self.tokens, shared_i)),
             shared_y=self.kept(run.full(self.tokens, run.hidden)),
@@ -322,6 +367,7 @@ class _Rank:
             counters=self.kept(run.words(layout.size)),
             hidden_size=run.hidden,
             y_rows=self.rows,
+            **scales,
             **self.weights,
             **self.rows_of,
             **self.saved,
@@ -365,13 +411,15 @@ class _Rank:
             -(-tokens // self.tile),
         )
         rings = {"replay_x": hidden, "dy_ring": hidden}
-        rings |= dict.fromkeys(("replay_gate", "replay_up", "d_gate", "d_up", "weighted"), inner)
-        tokens_of = {"x_tokens": hidden, "dy_tokens": hidden, "d_gate_tokens": inner}
-        tokens_of["d_up_tokens"] = inner
-        if run.mxfp8:
-            rings |= tokens_of
-        scratch = {name: run.full(ring, columns) for name, columns in rings.items()}
-        scratch |= {name: 0 for name in ("x_heap_scales", *tokens_of) if name not in rings}
+        rings |= dict.fromkeys(("d_gate", "d_up"), inner)
+        along = {"x_tokens": hidden, "dy_tokens": hidden, "d_gate_tokens": inner}
+        along["d_up_tokens"] = inner
+        scratch = {name: run.full(ring, inner) for name in ("replay_gate", "replay_up")}
+        scratch |= {name: 0 for name in along}
+        scratch["saved_x_scales"] = self.saved_x_scales
+        for name, columns in (rings | {"weighted": inner} | (along if run.mxfp8 else {})).items():
+            of = {"dy_ring": "dy"}.get(name, name)
+            scratch[name], scratch[f"{of}_scales"] = run.rows(ring, columns, name not in rings)
         for name in ("shared_d_gate", "shared_d_up", "shared_weighted"):
             scratch[name] = run.full(tokens, shared_i)
         scratch["row_weight"] = run.full(ring, dtype=FP32)

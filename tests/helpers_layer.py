@@ -15,6 +15,7 @@ from torch import Tensor
 from mok import functional
 from mok.config import Config, Shape
 from mok.errors import MokError
+from mok.mxfp8 import mxfp8_quantize
 from mok.reference import Case, Experts
 from mok.runtime.group import Group
 from tests.helpers import POISON
@@ -69,6 +70,7 @@ class Layer:
         tokens_per_rank: how tokens are split; evenly by default.
         max_tokens: of the workspace; by default what the case needs.
         group: instead of ``ep_size`` virtual ranks.
+        precision: of the routed experts.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Layer:
         tokens_per_rank: Sequence[int] | None = None,
         max_tokens: int | None = None,
         group: Group | None = None,
+        precision: str = "bf16",
     ) -> None:
+        self.precision = precision
         self.case, self.config = case, config
         self.device = torch.device(device)
         self.lengths = list(tokens_per_rank or case.tokens_per_rank(ep_size))
@@ -99,6 +103,7 @@ class Layer:
             num_experts=self.shape.num_experts,
             topk=self.shape.topk,
             shared_intermediate_size=self.shape.shared_intermediate_size,
+            precision=precision,
         )
 
     def each(self, values: Sequence[Any]) -> Any:
@@ -116,13 +121,14 @@ class Layer:
         """Those of ``forward`` from ``x`` to ``routed_down``, for a case of this layer's sizes."""
         part = [case.routed[p.start : p.stop] for p in self.placement()]
         shared = case.shared
+        routed: list[list[Any]] = [[p.gate, p.up, p.down] for p in part]
+        if self.precision == "mxfp8":
+            routed = [[mxfp8_quantize(weight) for weight in of_rank] for of_rank in routed]
         return [
             self.each(self.split(case.x)),
             self.each(self.split(case.router_weights)),
             *((shared.gate[0], shared.up[0], shared.down[0]) if shared else (None, None, None)),
-            self.each([p.gate for p in part]),
-            self.each([p.up for p in part]),
-            self.each([p.down for p in part]),
+            *(self.each([of_rank[i] for of_rank in routed]) for i in range(3)),
         ]
 
     def build_schedule(

@@ -108,27 +108,40 @@ class CommRoles(MegaKernel):
         rows, count = schedule.rows, self.tile.comm_m
         ring_row = item.row % sizes.macrobatch
         replayed = prog.is_replayed(item.minibatch)
-        self.pull(rows, item.row, buffers.dy_heap, sizes.topk, buffers.dy_ring, ring_row, warp)
+        scales = buffers.scales
+        self.pull(
+            rows, item.row, buffers.dy_heap, sizes.topk, buffers.dy_ring, scales.dy, ring_row, warp
+        )
         if replayed:
             if cutlass.const_expr(self.wire):
                 comm_mxfp8.pull_quantised_rows(
                     rows, item.row, count, buffers.x_heap, buffers.x_heap_scales, sizes.topk,
-                    buffers.replay_x, Int64(0), ring_row, True, warp, WARPS,
+                    buffers.replay_x, scales.replay_x, ring_row, self.hopper, warp, WARPS,
                 )  # fmt: skip
             else:
                 self.pull(
-                    rows, item.row, buffers.x_heap, sizes.topk, buffers.replay_x, ring_row, warp
-                )
+                    rows, item.row, buffers.x_heap, sizes.topk, buffers.replay_x, scales.replay_x,
+                    ring_row, warp,
+                )  # fmt: skip
         if cutlass.const_expr(self.mxfp8):
             cute.arch.sync_threads()
             thread = cute.arch.thread_idx()[0]
-            x = buffers.saved_x
+            x, x_scales = buffers.saved_x, scales.saved_x
             if replayed:
-                x = buffers.replay_x
-            for source, target in ((buffers.dy_ring, buffers.dy_tokens), (x, buffers.x_tokens)):
-                comm_mxfp8.copy_along_rows(
-                    source, target, ring_row, count, sizes.hidden, thread, 32 * WARPS
-                )
+                x, x_scales = buffers.replay_x, scales.replay_x
+            for source, codes, target, target_codes in (
+                (buffers.dy_ring, scales.dy, buffers.dy_tokens, scales.dy_tokens),
+                (x, x_scales, buffers.x_tokens, scales.x_tokens),
+            ):
+                if cutlass.const_expr(self.scaled):
+                    comm_mxfp8.transpose_rows(
+                        source, codes, target, target_codes, ring_row, count, sizes.hidden,
+                        sizes.macrobatch, thread, 32 * WARPS,
+                    )  # fmt: skip
+                else:
+                    comm_mxfp8.copy_along_rows(
+                        source, target, ring_row, count, sizes.hidden, thread, 32 * WARPS
+                    )
         if warp == 0:
             for i in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
                 weight = Float32(0.0)
@@ -140,12 +153,12 @@ class CommRoles(MegaKernel):
                 cute.arch.store(float_ptr(buffers.row_weight) + ring_row + i, weight)
 
     @cute.jit
-    def pull(self, rows, first, heap, topk, ring, ring_row, warp):
+    def pull(self, rows, first, heap, topk, ring, scales, ring_row, warp):
         """The rows of an item from a heap to a ring."""
         count = self.tile.comm_m
         if cutlass.const_expr(self.mxfp8):
             comm_mxfp8.pull_rows(
-                rows, first, count, heap, topk, ring, Int64(0), ring_row, True, warp, WARPS
+                rows, first, count, heap, topk, ring, scales, ring_row, self.hopper, warp, WARPS
             )
         else:
             target = ring + Int64(ring_row) * rows.row_bytes

@@ -22,9 +22,21 @@ from ..sync import int_ptr
 from . import results_sm90, results_sm100
 from .comm import CommRoles
 from .load import LoadRoles
-from .operands import Buffers, Context, Entry, Outputs, Schedule, Sizes, Sources, Targets
+from .operands import (
+    Buffers,
+    Context,
+    Entry,
+    Outputs,
+    ScaleBuffers,
+    Scales,
+    Schedule,
+    Sizes,
+    Sources,
+    Targets,
+)
 from .program import Backward, backward_tile
 from .results import ResultRoles
+from .scaled import QUANTISERS, ScaledRoles
 from .store import StoreRoles
 
 GRAD_MODES = ("bf16", "fp32", "bf16_add", "fp32_add")
@@ -32,7 +44,7 @@ TILE_N = 256  # accumulator columns
 BLACKWELL_STAGES = 5
 
 
-class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
+class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles):
     """The backward kernel.
 
     Args:
@@ -42,9 +54,12 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         group_m: row tiles that share a weight tile; None for the machine's default.
         stages: A/B stages in shared memory; None for the machine's default.
         scheduling: "clc" or "tickets"; None for the machine's default.
-        mxfp8: routed experts in MXFP8, expanded to BF16; Hopper, not with ``direct``.
+        mxfp8: routed experts in MXFP8 (on Hopper expanded to BF16); not with ``direct``.
         wire: with mxfp8, x_heap is quantised already (dy_heap never is). Changes no bit of any result.
         trace: record begin and end of every task (``tracing``).
+        lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
+        pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
+        limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -63,24 +78,31 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         trace: bool = False,
         mxfp8: bool = False,
         wire: bool = False,
+        lead: int | None = None,
+        pair: bool | None = None,
+        limited: bool = True,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
-        if mxfp8 and (direct or machine_of(arch) is not HOPPER):
-            raise ResourceError(
-                "the backward kernel in MXFP8 is for Hopper, and its rows pass the ring",
-                f"{arch}, direct={direct}",
-            )
+        if mxfp8 and direct:
+            raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         if grad_mode not in GRAD_MODES:
             raise ValueError(f"grad_mode must be one of {GRAD_MODES}, got {grad_mode!r}")
         hopper = machine_of(arch) is HOPPER
         # Blackwell: the results of dgrad down leave through three staging buffers at once.
         if stages is None and not hopper:
             stages = BLACKWELL_STAGES
-        store_stages = 2 if hopper else 4
-        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages)
+        # With block scales a stage is larger; there the three are freed together.
+        store_stages = 2 if hopper else 3 if mxfp8 else 4
+        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, lead, pair)
+        if self.scaled:
+            # They, not the store warp, read what dgrad down of routed experts stages.
+            self.quantises = True
+            self.readers += QUANTISERS
+            self.staging.readers += QUANTISERS
         self.wire = wire
         self.trace = trace
+        self.limited = limited
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
         self.tile = backward_tile(self.machine, group_m)
@@ -108,6 +130,18 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
             tile=self.tile,
             ops=DSL,
         )
+
+    def over_rows(self, side: str, address, rows, columns, batch=None):
+        """A routed operand, ``side`` "a" or "b", of bf16 [batch, rows, columns] whose rows are the contraction.
+
+        With block scales it is stored transposed, as e4m3 [batch, columns, rows].
+        """
+        main = self.mainloop
+        if self.scaled:
+            load = main.tma_a if side == "a" else main.tma_b_half
+            return load(matrix(address, columns, rows // 2, batch))
+        load = main.tma_a_mn if side == "a" else main.tma_b_half_mn
+        return load(transposed(address, rows, columns, batch))
 
     @cute.jit
     def __call__(
@@ -142,12 +176,29 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         d_gate: Int64,  # bf16 [macrobatch, I]
         d_up: Int64,  # bf16 [macrobatch, I]
         weighted: Int64,  # bf16 [macrobatch, I]: w * hidden; in MXFP8 quantised along the tokens
-        routed_gate_t: Int64,  # MXFP8, as the next five: bf16 [El, I, H], quantised along I
-        routed_up_t: Int64,  # bf16 [El, I, H], quantised along I (routed_down is along H)
-        x_tokens: Int64,  # bf16 [macrobatch, H], quantised along the tokens
-        dy_tokens: Int64,  # bf16 [macrobatch, H]
-        d_gate_tokens: Int64,  # bf16 [macrobatch, I]
-        d_up_tokens: Int64,  # bf16 [macrobatch, I]
+        # MXFP8. What is quantised along a matrix's rows is stored transposed with block scales.
+        routed_gate_t: Int64,  # bf16 [El, I, H], quantised along I; e4m3 [El, H, I] with block scales
+        routed_up_t: Int64,  # the same; and routed_down along H, e4m3 [El, I, H]
+        x_tokens: Int64,  # bf16 [macrobatch, H], quantised along the tokens; e4m3 [H, macrobatch]
+        dy_tokens: Int64,  # bf16 [macrobatch, H]; e4m3 [H, macrobatch]
+        d_gate_tokens: Int64,  # bf16 [macrobatch, I]; e4m3 [I, macrobatch], as weighted
+        d_up_tokens: Int64,  # bf16 [macrobatch, I]; e4m3 [I, macrobatch]
+        # Block scales of e4m3 [.., R, C]: uint8 [.., R/128, C/128, 512].
+        routed_gate_scales: Int64,
+        routed_up_scales: Int64,
+        routed_down_scales: Int64,
+        routed_gate_t_scales: Int64,
+        routed_up_t_scales: Int64,
+        saved_x_scales: Int64,
+        replay_x_scales: Int64,
+        dy_scales: Int64,
+        d_gate_scales: Int64,
+        d_up_scales: Int64,
+        x_tokens_scales: Int64,
+        dy_tokens_scales: Int64,
+        d_gate_tokens_scales: Int64,
+        d_up_tokens_scales: Int64,
+        weighted_scales: Int64,
         dx: Int64,  # bf16 [dx_rows, H]: the ring's rows, or all rows (direct)
         dw_partial: Int64,  # fp32 [dx_rows, I/64]
         shared_d_gate: Int64,  # bf16 [T, Is]
@@ -201,8 +252,14 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         B, E = macrobatch, experts
         # Where x is multiplied, it or d is A; the boxes are the same.
         x_mn, d_mn = main.tma_a_mn, main.tma_b_half_mn
+        x_side, d_side = "a", "b"
         if cutlass.const_expr(self.d_first):
             x_mn, d_mn = d_mn, x_mn
+            x_side, d_side = d_side, x_side
+        # Rows of routed experts: with block scales TMA moves pairs of E4M3 as BF16.
+        h, i = H, I
+        if cutlass.const_expr(self.scaled):
+            h, i = H // 2, I // 2
         # Hopper's load warp brings the saved pre-activations; Blackwell's epilogue reads them.
         saved = main.tma_a if cutlass.const_expr(self.hopper) else lambda tensor: None
         # What the gradients of data and of weights multiply with.
@@ -217,11 +274,11 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         sources = Sources(
             x_rows=main.row_source(x, T, H),
             dy_rows=main.row_source(dy, T, H),
-            x_ring=main.tma_a(matrix(replay_x, B, H)),
+            x_ring=main.tma_a(matrix(replay_x, B, h)),
             dy=main.tma_a(matrix(dy, T, H)),
-            dy_ring=main.tma_a(matrix(dy_ring, B, H)),
-            d_gate=main.tma_a(matrix(d_gate, B, I)),
-            d_up=main.tma_a(matrix(d_up, B, I)),
+            dy_ring=main.tma_a(matrix(dy_ring, B, h)),
+            d_gate=main.tma_a(matrix(d_gate, B, i)),
+            d_up=main.tma_a(matrix(d_up, B, i)),
             shared_d_gate=main.tma_a(matrix(shared_d_gate, T, S)),
             shared_d_up=main.tma_a(matrix(shared_d_up, T, S)),
             saved_gate=saved(matrix(saved_gate, B, I)),
@@ -230,36 +287,56 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
             replay_up=saved(matrix(replay_up, B, I)),
             shared_gate_pre=saved(matrix(saved_shared_gate, T, S)),
             shared_up_pre=saved(matrix(saved_shared_up, T, S)),
-            gate=main.tma_b_half(matrix(routed_gate, I, H, E)),
-            up=main.tma_b_half(matrix(routed_up, I, H, E)),
-            down_t=main.tma_b_half_mn(transposed(routed_down, H, I, E)),
-            gate_t=main.tma_b_half_mn(transposed(gate_t, I, H, E)),
-            up_t=main.tma_b_half_mn(transposed(up_t, I, H, E)),
+            gate=main.tma_b_half(matrix(routed_gate, I, h, E)),
+            up=main.tma_b_half(matrix(routed_up, I, h, E)),
+            down_t=self.over_rows("b", routed_down, H, I, E),
+            gate_t=self.over_rows("b", gate_t, I, H, E),
+            up_t=self.over_rows("b", up_t, I, H, E),
             shared_down_t=main.tma_b_half_mn(transposed(shared_down, H, S)),
             shared_gate_t=main.tma_b_half_mn(transposed(shared_gate, S, H)),
             shared_up_t=main.tma_b_half_mn(transposed(shared_up, S, H)),
             dy_t=main.tma_a_mn(transposed(dy, T, H)),
-            dy_ring_t=main.tma_a_mn(transposed(dy_tok, B, H)),
+            dy_ring_t=self.over_rows("a", dy_tok, B, H),
             x_t=x_mn(transposed(x, T, H)),
-            saved_x_t=x_mn(transposed(saved_tok, B, H)),
-            replay_x_t=x_mn(transposed(replay_tok, B, H)),
-            weighted_t=main.tma_b_half_mn(transposed(weighted, B, I)),
-            d_gate_t=d_mn(transposed(d_gate_tok, B, I)),
-            d_up_t=d_mn(transposed(d_up_tok, B, I)),
+            saved_x_t=self.over_rows(x_side, saved_tok, B, H),
+            replay_x_t=self.over_rows(x_side, replay_tok, B, H),
+            weighted_t=self.over_rows("b", weighted, B, I),
+            d_gate_t=self.over_rows(d_side, d_gate_tok, B, I),
+            d_up_t=self.over_rows(d_side, d_up_tok, B, I),
             shared_weighted_t=main.tma_b_half_mn(transposed(shared_weighted, T, S)),
             shared_d_gate_t=d_mn(transposed(shared_d_gate, T, S)),
             shared_d_up_t=d_mn(transposed(shared_d_up, T, S)),
         )
+        scales = None
+        if cutlass.const_expr(self.scaled):
+            tiles = main.tma_scales
+            scales = Scales(
+                x_ring=tiles(replay_x_scales, B, H),
+                dy_ring=tiles(dy_scales, B, H),
+                d_gate=tiles(d_gate_scales, B, I),
+                d_up=tiles(d_up_scales, B, I),
+                gate=tiles(routed_gate_scales, I, H, E),
+                up=tiles(routed_up_scales, I, H, E),
+                down_t=tiles(routed_down_scales, I, H, E),
+                gate_t=tiles(routed_gate_t_scales, H, I, E),
+                up_t=tiles(routed_up_t_scales, H, I, E),
+                dy_ring_t=tiles(dy_tokens_scales, H, B),
+                x_t=tiles(x_tokens_scales, H, B),
+                weighted_t=tiles(weighted_scales, I, B),
+                d_gate_t=tiles(d_gate_tokens_scales, I, B),
+                d_up_t=tiles(d_up_tokens_scales, I, B),
+            )
+        staged = (lambda tensor: None) if cutlass.const_expr(self.scaled) else stage.tma_store_tall
         targets = Targets(
             replay_gate=stage.tma_store(matrix(replay_gate, B, I)),
             replay_up=stage.tma_store(matrix(replay_up, B, I)),
-            d_gate=stage.tma_store(matrix(d_gate, B, I)),
-            d_up=stage.tma_store(matrix(d_up, B, I)),
-            weighted=stage.tma_store(matrix(weighted, B, I)),
+            d_gate=staged(matrix(d_gate, B, I)),
+            d_up=staged(matrix(d_up, B, I)),
+            weighted=staged(matrix(weighted, B, I)),
             dx=stage.tma_store(matrix(dx, dx_rows, H)),
-            shared_d_gate=stage.tma_store(matrix(shared_d_gate, T, S)),
-            shared_d_up=stage.tma_store(matrix(shared_d_up, T, S)),
-            shared_weighted=stage.tma_store(matrix(shared_weighted, T, S)),
+            shared_d_gate=stage.tma_store_tall(matrix(shared_d_gate, T, S)),
+            shared_d_up=stage.tma_store_tall(matrix(shared_d_up, T, S)),
+            shared_weighted=stage.tma_store_tall(matrix(shared_weighted, T, S)),
             shared_dx=stage.tma_store(matrix(shared_dx, T, H)),
             dw_gate=store_x(matrix(dw_gate, I, H, E)),
             dw_up=store_x(matrix(dw_up, I, H, E)),
@@ -285,13 +362,19 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
             x, dy, router_weights, shared_scale, saved_gate, saved_up, replay_gate, replay_up,
             saved_shared_gate, saved_shared_up, row_weight, dw_partial, shared_dw_partial,
             accumulators, replay_x, dy_ring, dx, saved_x, x_tokens, dy_tokens, d_gate_tokens,
-            d_up_tokens, weighted, x_heap, x_heap_scales, dy_heap, weight_heap, dx_heap, dw_heap,
+            d_up_tokens, weighted, d_gate, d_up,
+            ScaleBuffers(
+                saved_x_scales, replay_x_scales, dy_scales, d_gate_scales, d_up_scales,
+                x_tokens_scales, dy_tokens_scales, d_gate_tokens_scales, d_up_tokens_scales,
+                weighted_scales,
+            ),
+            x_heap, x_heap_scales, dy_heap, weight_heap, dx_heap, dw_heap,
             counters,
         )  # fmt: skip
 
         self.shared_storage = self.make_storage()
         self.kernel(
-            sources, targets, outputs, schedule, sizes, buffers,
+            sources, scales, targets, outputs, schedule, sizes, buffers,
             sync.Watch(record, timeout_ns, rank, gate), swiglu_limit,
         ).launch(**self.launch_options(grid, stream))  # fmt: skip
 
@@ -299,6 +382,7 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
     def kernel(
         self,
         sources: Sources,
+        scales: Scales | None,
         targets: Targets,
         outputs: Outputs,
         schedule: Schedule,
@@ -308,7 +392,10 @@ class BackwardKernel(LoadRoles, ResultRoles, StoreRoles, CommRoles):
         swiglu_limit: Float32,
     ):
         self.setup()
-        ctx = Context(sources, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit)
+        swiglu_limit = swiglu_limit if self.limited else None
+        ctx = Context(
+            sources, scales, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit
+        )
         storage = SmemAllocator().allocate(self.shared_storage)
         if cutlass.const_expr(self.trace):
             ctx.tracer = tracing.Tracer(storage.trace_words.data_ptr())

@@ -18,6 +18,7 @@ from .program import (
     END,
     GROUP_BASE,
     GROUP_WORDS,
+    IDLE,
     OVERLAPS,
     REPLAY,
     SHARED,
@@ -98,6 +99,8 @@ class LoadRoles(MegaKernel):
         elif kind == SHARED + DX:
             k_size = 2 * sizes.shared_intermediate
         k_tiles = (k_size + self.mainloop.TILE_K - 1) // self.mainloop.TILE_K
+        if cutlass.const_expr(self.scaled):
+            k_tiles = select(kind < SHARED, k_size // self.mainloop.SCALED_K, k_tiles)
         entry = Entry(
             kind, block, block % prog.ring_blocks, m, n, block // prog.mb_blocks, expert,
             k_tiles, group, first, end, earlier, later, ticket,
@@ -184,6 +187,11 @@ class LoadRoles(MegaKernel):
 
     # ---- loads ----
 
+    def steps(self, entry) -> Int32:
+        """Stages that a task takes: those of a dgrad down's results, too."""
+        is_ddown = (entry.kind == DDOWN) | (entry.kind == SHARED + DDOWN)
+        return entry.k_tiles + select(is_ddown, Int32(self.chunk_steps), Int32(0))
+
     @cute.jit
     def load_role(self, ctx, shared):
         """Load the tiles of tasks that can run."""
@@ -197,18 +205,32 @@ class LoadRoles(MegaKernel):
             # What was waited for reached memory by way of other threads; TMA reads past them. This one
             # fence stands for all of them: it lies behind their writes and before every load.
             cute.arch.fence_proxy("async.global")
-            if kind != END:
+            if cutlass.const_expr(self.pair):
+                if kind == IDLE:
+                    stage, phase = self.mainloop.load_nothing(
+                        shared.bars, entry.k_tiles, stage, phase
+                    )
+            if self.works(kind):
                 if cutlass.const_expr(self.trace):
                     # A weight gradient's block is its tile of rows.
                     ctx.tracer.begin(
                         trace.COMPUTE, kind, entry.ticket, entry.minibatch, entry.expert,
                         select(kind % SHARED >= WDOWN, entry.m, entry.block), entry.n,
                     )  # fmt: skip
-                stage, phase = self.load_task(ctx, shared, entry, stage, phase)
+                shares = self.shares(feed)
+                if cutlass.const_expr(self.scaled):
+                    if kind < SHARED:
+                        stage, phase = self.load_scaled_task(ctx, shared, entry, stage, phase)
+                    else:
+                        stage, phase = self.load_shared_task(
+                            ctx, shared, entry, shares, stage, phase
+                        )
+                else:
+                    stage, phase = self.load_task(ctx, shared, entry, shares, stage, phase)
         self.mainloop.finish_loads(shared.bars, stage, phase)
 
     @cute.jit
-    def load_task(self, ctx, shared, entry, stage, phase):
+    def load_task(self, ctx, shared, entry, shares, stage, phase):
         """All TMA loads of a task, in the order in which the MMA warps use them."""
         main, bars, sources, sizes = self.mainloop, shared.bars, ctx.sources, ctx.sizes
         kind, n, expert = entry.kind, entry.n, entry.expert
@@ -221,13 +243,13 @@ class LoadRoles(MegaKernel):
             stage, phase = main.load_tile(
                 bars, self.a(shared, sources.x_ring), not in_place, ring_block,
                 self.b(shared, sources.gate), n, self.b(shared, sources.up), n,
-                expert, k_tiles, stage, phase,
+                expert, k_tiles, stage, phase, shares,
             )  # fmt: skip
         elif kind == DDOWN:
             down = self.bt(shared, sources.down_t)
             stage, phase = main.load_tile(
                 bars, self.a(shared, sources.dy_ring), not in_place, ring_block,
-                down, 2 * n, down, 2 * n + 1, expert, k_tiles, stage, phase,
+                down, 2 * n, down, 2 * n + 1, expert, k_tiles, stage, phase, shares,
             )  # fmt: skip
             if cutlass.const_expr(self.chunk_steps > 0):
                 if saved:
@@ -246,30 +268,41 @@ class LoadRoles(MegaKernel):
             gate, up = self.bt(shared, sources.gate_t), self.bt(shared, sources.up_t)
             stage, phase = main.load_tile(
                 bars, self.a(shared, sources.d_gate), True, ring_block,
-                gate, 2 * n, gate, 2 * n + 1, expert, half, stage, phase,
+                gate, 2 * n, gate, 2 * n + 1, expert, half, stage, phase, shares,
             )  # fmt: skip
             stage, phase = main.load_tile(
                 bars, self.a(shared, sources.d_up), True, ring_block,
-                up, 2 * n, up, 2 * n + 1, expert, half, stage, phase,
+                up, 2 * n, up, 2 * n + 1, expert, half, stage, phase, shares,
             )  # fmt: skip
         elif kind == WDOWN:
             stage, phase = self.load_weight(
                 shared, sources.dy_ring_t, not in_place, sources.weighted_t, False,
-                entry, stage, phase,
+                entry, shares, stage, phase,
             )  # fmt: skip
         elif kind == WGATE:
             stage, phase = self.load_x_weight(
-                shared, sources, sources.d_gate_t, entry, saved, stage, phase
+                shared, sources, sources.d_gate_t, entry, saved, shares, stage, phase
             )
         elif kind == WUP:
             stage, phase = self.load_x_weight(
-                shared, sources, sources.d_up_t, entry, saved, stage, phase
+                shared, sources, sources.d_up_t, entry, saved, shares, stage, phase
             )
-        elif kind == SHARED + DDOWN:
+        else:
+            stage, phase = self.load_shared_task(ctx, shared, entry, shares, stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def load_shared_task(self, ctx, shared, entry, shares, stage, phase):
+        """``load_task`` of the shared expert."""
+        main, bars, sources = self.mainloop, shared.bars, ctx.sources
+        kind, n, block, k_tiles = entry.kind, entry.n, entry.block, entry.k_tiles
+        half = k_tiles // 2
+        zero = Int32(0)
+        if kind == SHARED + DDOWN:
             down = self.bt(shared, sources.shared_down_t)
             stage, phase = main.load_tile(
                 bars, self.a(shared, sources.dy), True, block,
-                down, 2 * n, down, 2 * n + 1, zero, k_tiles, stage, phase,
+                down, 2 * n, down, 2 * n + 1, zero, k_tiles, stage, phase, shares,
             )  # fmt: skip
             if cutlass.const_expr(self.chunk_steps > 0):
                 stage, phase = main.load_chunks(
@@ -282,48 +315,64 @@ class LoadRoles(MegaKernel):
             up = self.bt(shared, sources.shared_up_t)
             stage, phase = main.load_tile(
                 bars, self.a(shared, sources.shared_d_gate), True, block,
-                gate, 2 * n, gate, 2 * n + 1, zero, half, stage, phase,
+                gate, 2 * n, gate, 2 * n + 1, zero, half, stage, phase, shares,
             )  # fmt: skip
             stage, phase = main.load_tile(
                 bars, self.a(shared, sources.shared_d_up), True, block,
-                up, 2 * n, up, 2 * n + 1, zero, half, stage, phase,
+                up, 2 * n, up, 2 * n + 1, zero, half, stage, phase, shares,
             )  # fmt: skip
         elif kind == SHARED + WDOWN:
             stage, phase = self.load_weight(
-                shared, sources.dy_t, True, sources.shared_weighted_t, False, entry, stage, phase
+                shared,
+                sources.dy_t,
+                True,
+                sources.shared_weighted_t,
+                False,
+                entry,
+                shares,
+                stage,
+                phase,
             )
         elif kind == SHARED + WGATE:
             stage, phase = self.load_weight(
-                shared, sources.x_t, True, sources.shared_d_gate_t, True, entry, stage, phase
+                shared,
+                sources.x_t,
+                True,
+                sources.shared_d_gate_t,
+                True,
+                entry,
+                shares,
+                stage,
+                phase,
             )
         else:
             stage, phase = self.load_weight(
-                shared, sources.x_t, True, sources.shared_d_up_t, True, entry, stage, phase
+                shared, sources.x_t, True, sources.shared_d_up_t, True, entry, shares, stage, phase
             )
         return stage, phase
 
     @cute.jit
-    def load_x_weight(self, shared, sources, d, entry, saved, stage, phase):
+    def load_x_weight(self, shared, sources, d, entry, saved, shares, stage, phase):
         """dW_gate or dW_up: x (gathered, saved or replayed) and d_gate or d_up."""
         if cutlass.const_expr(self.direct):
             stage, phase = self.load_weight(
-                shared, sources.x_t, False, d, True, entry, stage, phase
+                shared, sources.x_t, False, d, True, entry, shares, stage, phase
             )
         else:
             if saved:
                 stage, phase = self.load_weight(
-                    shared, sources.saved_x_t, True, d, True, entry, stage, phase
+                    shared, sources.saved_x_t, True, d, True, entry, shares, stage, phase
                 )
             else:
                 stage, phase = self.load_weight(
-                    shared, sources.replay_x_t, True, d, True, entry, stage, phase
+                    shared, sources.replay_x_t, True, d, True, entry, shares, stage, phase
                 )
         return stage, phase
 
     @cute.jit
     def load_weight(
         self, shared, rows, rows_by_tma: cutlass.Constexpr[bool], d, with_x: cutlass.Constexpr[bool],
-        entry, stage, phase,
+        entry, shares, stage, phase,
     ):  # fmt: skip
         """A weight gradient: ``rows`` (of dy or x, tile m of H) against ``d`` (tile n of I).
 
@@ -336,13 +385,13 @@ class LoadRoles(MegaKernel):
             right = self.bt(shared, rows)
             stage, phase = main.load_tile(
                 bars, self.at(shared, d), True, n, right, 2 * m, right, 2 * m + 1, zero,
-                k_tiles, stage, phase, k_first, rows_by_tma,
+                k_tiles, stage, phase, shares, k_first, rows_by_tma,
             )  # fmt: skip
         else:
             right = self.bt(shared, d)
             stage, phase = main.load_tile(
                 bars, self.at(shared, rows), rows_by_tma, m, right, 2 * n, right, 2 * n + 1, zero,
-                k_tiles, stage, phase, k_first,
+                k_tiles, stage, phase, shares, k_first,
             )  # fmt: skip
         return stage, phase
 

@@ -16,7 +16,8 @@ class Sources(NamedTuple):
     """TMA loads. ``_t``: the contraction runs over rows (MN-major operand).
 
     None where a machine has no use for it: the saved pre-activations on Blackwell, whose epilogue reads
-    them itself.
+    them itself. With block scales every operand of a routed expert has the contraction contiguous: ``_t``
+    is then stored transposed.
     """
 
     x_rows: RowSource  # gathered in place
@@ -55,14 +56,33 @@ class Sources(NamedTuple):
     shared_d_up_t: Tma
 
 
+class Scales(NamedTuple):
+    """TMA loads of the scales of the sources of the same names, where the MMA takes them."""
+
+    x_ring: Tma
+    dy_ring: Tma
+    d_gate: Tma
+    d_up: Tma
+    gate: Tma
+    up: Tma
+    down_t: Tma
+    gate_t: Tma
+    up_t: Tma
+    dy_ring_t: Tma
+    x_t: Tma  # of replayed macrobatches and of the saved one
+    weighted_t: Tma
+    d_gate_t: Tma
+    d_up_t: Tma
+
+
 class Targets(NamedTuple):
-    """TMA stores of (128, 64) chunks."""
+    """TMA stores of (128, 64) chunks; None with block scales, where the quantising warps store."""
 
     replay_gate: Tma
     replay_up: Tma
-    d_gate: Tma
-    d_up: Tma
-    weighted: Tma
+    d_gate: Tma | None
+    d_up: Tma | None
+    weighted: Tma | None
     dx: Tma
     shared_d_gate: Tma
     shared_d_up: Tma
@@ -116,8 +136,26 @@ class Sizes(NamedTuple):
     num_comm_ctas: Int32
 
 
+class ScaleBuffers(NamedTuple):
+    """Where scales are written, E8M0 in tiles; ``_tokens``: of the copies along the tokens."""
+
+    saved_x: Int64  # read only: forward's
+    replay_x: Int64
+    dy: Int64
+    d_gate: Int64
+    d_up: Int64
+    x_tokens: Int64
+    dy_tokens: Int64
+    d_gate_tokens: Int64
+    d_up_tokens: Int64
+    weighted_tokens: Int64
+
+
 class Buffers(NamedTuple):
-    """Addresses that are not reached by TMA."""
+    """Addresses that are not reached by TMA.
+
+    Where the MMA takes scales, what MXFP8 quantises is e4m3, and copies along the tokens are transposed.
+    """
 
     x: Int64  # bf16 [T, H]
     dy: Int64  # bf16 [T, H]
@@ -142,6 +180,9 @@ class Buffers(NamedTuple):
     d_gate_tokens: Int64  # bf16 [macrobatch, I], quantised along the tokens
     d_up_tokens: Int64
     weighted_tokens: Int64
+    d_gate: Int64  # bf16 [macrobatch, I], quantised along I
+    d_up: Int64
+    scales: ScaleBuffers  # where the MMA takes scales
     x_heap: Int64
     x_heap_scales: Int64  # wire
     dy_heap: Int64
@@ -202,8 +243,11 @@ def counter_layout(minibatches, blocks, groups, shared_blocks) -> Counters:
 class Context(Invariant):
     """The kernel's arguments, as its roles see them."""
 
-    def __init__(self, sources, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit):
+    def __init__(
+        self, sources, scales, targets, outputs, schedule, sizes, buffers, watch, swiglu_limit
+    ):
         self.sources: Sources = sources
+        self.scales: Scales | None = scales
         self.targets: Targets = targets
         self.outputs: Outputs = outputs
         self.schedule: Schedule = schedule
@@ -211,7 +255,7 @@ class Context(Invariant):
         self.buffers: Buffers = buffers
         self.watch: Watch = watch
         self.tracer: Tracer | None = None  # of a kernel built with ``trace``
-        self.swiglu_limit: Float32 = swiglu_limit
+        self.swiglu_limit: Float32 | None = swiglu_limit
 
     @property
     def counters(self) -> Counters:

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 from ..invariant import Invariant
 from ..machine import Machine
-from ..program import PY, Int, Tile
+from ..program import IDLE, PY, Int, Tile
 
 END, REPLAY, DDOWN, DX, WDOWN, WGATE, WUP = 0, 1, 2, 3, 4, 5, 6
+assert IDLE > WUP
 SHARED = 8  # added to a kind: the same task of the shared expert
 
 # Kinds of comm item.

@@ -13,7 +13,7 @@ from ..megakernel import FIRST_RESULT_WARP, MegaKernel
 from ..queue import next_slot
 from ..sync import select
 from .operands import float_ptr
-from .program import DDOWN, DX, END, REPLAY, SHARED, WDOWN, WUP
+from .program import DDOWN, DX, END, IDLE, REPLAY, SHARED, WDOWN, WUP
 
 
 class ResultRoles(MegaKernel):
@@ -23,7 +23,9 @@ class ResultRoles(MegaKernel):
     def mma_role(self, shared, tmem):
         """Multiply for both CTAs, into one accumulator after the other (Blackwell)."""
         main, bars, queue = self.mainloop, shared.bars, shared.queue
-        kk = main.fragments(shared.storage, tmem, "kk")
+        kk = None
+        if cutlass.const_expr(not self.scaled):
+            kk = main.fragments(shared.storage, tmem, "kk")
         km = main.fragments(shared.storage, tmem, "km")
         mm = main.fragments(shared.storage, tmem, "mm")
         stage, phase = Int32(0), Int32(0)
@@ -35,14 +37,31 @@ class ResultRoles(MegaKernel):
             slot, slot_phase = next_slot(slot, slot_phase)
             kind, k_tiles = entry.kind, entry.k_tiles
             if kind != END:
-                if kind == REPLAY:
+                is_set = (entry.earlier != 0) | (k_tiles == 0)  # of weight gradients
+                if cutlass.const_expr(self.scaled):
+                    if kind < SHARED:
+                        stage, phase = main.mma_scaled_tile(
+                            bars, shared.storage, tmem.toint(), k_tiles, stage, phase,
+                            acc, acc_phase, is_set, set_phase,
+                        )  # fmt: skip
+                    elif kind < SHARED + WDOWN:
+                        stage, phase = main.mma_tile(
+                            bars, *km, k_tiles, stage, phase, acc, acc_phase, majors="km"
+                        )
+                    else:
+                        stage, phase = main.mma_tile(
+                            bars, *mm, k_tiles, stage, phase, acc, acc_phase, is_set, set_phase,
+                            "mm",
+                        )  # fmt: skip
+                    if is_set:
+                        set_phase ^= 1
+                elif kind == REPLAY:
                     stage, phase = main.mma_tile(bars, *kk, k_tiles, stage, phase, acc, acc_phase)
                 elif kind % SHARED < WDOWN:
                     stage, phase = main.mma_tile(
                         bars, *km, k_tiles, stage, phase, acc, acc_phase, majors="km"
                     )
                 else:
-                    is_set = (entry.earlier != 0) | (k_tiles == 0)
                     stage, phase = main.mma_tile(
                         bars, *mm, k_tiles, stage, phase, acc, acc_phase, is_set, set_phase, "mm"
                     )
@@ -63,6 +82,10 @@ class ResultRoles(MegaKernel):
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
             step = kind % SHARED
+            if cutlass.const_expr(self.pair):
+                if kind == IDLE:
+                    at, phase = main.skip_tile(bars, entry.k_tiles, at, phase)
+                    step = Int32(END)
             if kind == REPLAY:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase, "kk")
                 chunk, chunk_phase = self.replay_epilogue(shared, worker, at, chunk, chunk_phase)
@@ -80,7 +103,7 @@ class ResultRoles(MegaKernel):
                     ctx, shared, worker, entry, at, phase, chunk, chunk_phase
                 )
             if cutlass.const_expr(self.trace):
-                if kind != END and cute.arch.warp_idx() == FIRST_RESULT_WARP:
+                if self.works(kind) and cute.arch.warp_idx() == FIRST_RESULT_WARP:
                     ctx.tracer.end(self.unstaged(entry), tracing.RESULTED)
 
     @cute.jit

@@ -27,6 +27,8 @@ class Results(Invariant):
         self.kernel = kernel
         self.main = kernel.mainloop
         self.tile = kernel.tile
+        # Columns of dgrad down at a time. With block scales 16 registers keep columns of the accumulator.
+        self.piece = 16 if kernel.scaled else self.main.PIECE
 
     def row(self, worker) -> Int32:
         """This thread's row of a task."""
@@ -40,7 +42,7 @@ class Results(Invariant):
     def ddown(self, ctx, shared, worker, entry, at, phase, chunk, chunk_phase):
         """d_gate, d_up, w·hidden and the router-gradient partials of 64 columns at a time.
 
-        The thread reads its row of gate and up from memory, 32 columns ahead. The three results need three
+        The thread reads its row of gate and up from memory, a piece ahead. The three results need three
         staging buffers at once, and a fourth, since the store warp frees one only after the next store.
         """
         kernel, main, staging = self.kernel, self.main, self.kernel.staging
@@ -51,7 +53,7 @@ class Results(Invariant):
         partial_row, groups = kernel.partials(ctx, entry, routed, own)
         sources = self.pre_activations(ctx, entry, routed, own)
         sD_row = shared.sD.iterator.toint() + worker.row * (2 * CHUNK_N)
-        pieces = CHUNK_N // main.PIECE
+        pieces = CHUNK_N // self.piece
         ahead = self.read_ahead(entry, sources, 0)
         at, phase = main.take(worker, shared.bars, entry.k_tiles, at, phase)
         for c in cutlass.range_constexpr(kernel.chunks):
@@ -66,8 +68,10 @@ class Results(Invariant):
                 gates, ups = ahead
                 if cutlass.const_expr(c * pieces + piece + 1 < kernel.chunks * pieces):
                     ahead = self.read_ahead(entry, sources, c * pieces + piece + 1)
-                (acc,) = main.columns(worker, at, c * CHUNK_N + piece * main.PIECE)
-                for eight in cutlass.range_constexpr(main.PIECE // 8):
+                (acc,) = main.columns(
+                    worker, at, c * CHUNK_N + piece * self.piece, width=self.piece
+                )
+                for eight in cutlass.range_constexpr(self.piece // 8):
                     packed = [[], [], []]  # d_gate, d_up, w·hidden
                     for i in cutlass.range_constexpr(4 * eight, 4 * eight + 4):
                         g, u = ptx.unpack_bf16(gates[i]), ptx.unpack_bf16(ups[i])
@@ -81,7 +85,7 @@ class Results(Invariant):
                         packed[1].append(ptx.pack_bf16(pair[0].up, pair[1].up))
                         packed[2].append(ptx.pack_bf16(pair[0].weighted, pair[1].weighted))
                     for values, target in zip(packed, targets, strict=True):
-                        staging.write_8(values, target, worker.row, 4 * piece + eight)
+                        staging.write_8(values, target, worker.row, self.piece // 8 * piece + eight)
             # Before the hand-over, so that whoever waits for the task's counter sees the partial, too.
             column = entry.n * kernel.chunks + c
             kernel.store_partial(ctx, routed, partial_row, groups, column, part)
@@ -107,13 +111,17 @@ class Results(Invariant):
         return gate + offset, up + offset, inner, exists
 
     def read_ahead(self, entry, sources, index: int):
-        """Piece ``index`` of gate and up: 16 BF16x2 each; zeros outside the matrices."""
+        """Piece ``index`` of gate and up, BF16x2 each; zeros outside the matrices."""
         gate, up, inner, exists = sources
-        column = entry.n * self.tile.down_n + index * self.main.PIECE
+        column = entry.n * self.tile.down_n + index * self.piece
         valid = (column < inner) & (exists != 0)
         offset = Int64(column) * 2
         return [
-            ptx.load_32_if(base + offset, valid) + ptx.load_32_if(base + offset + 32, valid)
+            [
+                pair
+                for at in range(0, 2 * self.piece, 32)
+                for pair in ptx.load_32_if(base + offset + at, valid)
+            ]
             for base in (gate, up)
         ]
 

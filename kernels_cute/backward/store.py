@@ -9,6 +9,7 @@ from ..gemm.operands import view
 from ..megakernel import MegaKernel
 from ..queue import next_slot
 from .program import DDOWN, DX, END, REPLAY, SHARED, WDOWN, WGATE
+from .scaled import RESULTS
 
 
 class StoreRoles(MegaKernel):
@@ -39,15 +40,18 @@ class StoreRoles(MegaKernel):
                 )
                 staging.signal(counters.replay + entry.block)
             elif kind == DDOWN:
-                d_hidden = (targets.d_gate, targets.d_up, targets.weighted)
-                if cutlass.const_expr(self.mxfp8):
-                    d_hidden = d_hidden[
-                        :2
-                    ]  # the epilogue writes what is quantised along the tokens
-                chunk, phase, written = self.store_d_hidden(
-                    shared, d_hidden, ring_rows, entry, stage, chunk, phase, written
-                )
-                staging.signal(counters.ddown + entry.block)
+                if cutlass.const_expr(self.scaled):
+                    # The quantising warps read the buffers, and signal.
+                    chunk, phase = staging.pass_tile(stores, RESULTS * self.chunks, chunk, phase)
+                else:
+                    d_hidden = (targets.d_gate, targets.d_up, targets.weighted)
+                    if cutlass.const_expr(self.mxfp8):
+                        # The epilogue writes what is quantised along the tokens.
+                        d_hidden = d_hidden[:2]
+                    chunk, phase, written = self.store_d_hidden(
+                        shared, d_hidden, ring_rows, entry, stage, chunk, phase, written
+                    )
+                    staging.signal(counters.ddown + entry.block)
             elif kind == DX:
                 block = rows if cutlass.const_expr(self.direct) else ring_rows
                 chunk, phase = staging.store_tile(
@@ -67,7 +71,7 @@ class StoreRoles(MegaKernel):
                     stores, self.to(shared, targets.shared_dx), rows, n, self.chunks, zero,
                     chunk, phase,
                 )  # fmt: skip
-            elif kind != END:
+            elif self.works(kind):
                 if cutlass.const_expr(self.grad_mode == "bf16"):
                     if kind < SHARED and entry.later == 0:
                         gradients = (targets.dw_gate, targets.dw_up, targets.dw_down)
@@ -83,8 +87,11 @@ class StoreRoles(MegaKernel):
                             shared, gradients, entry, kind - SHARED, chunk, phase
                         )
             if cutlass.const_expr(self.trace):
-                if kind != END:
-                    ctx.tracer.end(1 - self.unstaged(entry))
+                if self.works(kind):
+                    mine = 1 - self.unstaged(entry)
+                    if cutlass.const_expr(self.scaled):
+                        mine = sync.select(kind == DDOWN, Int32(0), mine)
+                    ctx.tracer.end(mine)
             if cutlass.const_expr(self.chunk_steps > 0):
                 steps = entry.k_tiles
                 if kind == DDOWN or kind == SHARED + DDOWN:
@@ -113,7 +120,7 @@ class StoreRoles(MegaKernel):
         if cutlass.const_expr(self.chunk_steps > 0):
             places = (shared.sA, shared.sB_half, shared.sB_half)
             in_place = tuple(
-                self.staging.partition(target, place) for target, place in zip(targets, places)
+                self.staging.partition_tall(target, place) for target, place in zip(targets, places)
             )
             written = self.store_stages(
                 shared.bars, in_place, row_tile, entry.n, stage + entry.k_tiles, written
@@ -121,7 +128,7 @@ class StoreRoles(MegaKernel):
         else:
             chunk, phase = self.staging.store_tile(
                 shared.stores, self.to(shared, *targets), row_tile, entry.n, self.chunks,
-                Int32(0), chunk, phase,
+                Int32(0), chunk, phase, RESULTS if self.scaled else 0,
             )  # fmt: skip
         return chunk, phase, written
 
@@ -183,9 +190,7 @@ class StoreRoles(MegaKernel):
             )  # fmt: skip
         else:
             wide = self.wide(shared, target)
-            for c in cutlass.range_constexpr(self.chunks):
-                chunk, phase = self.staging.store(
-                    shared.stores, wide, entry.n * self.chunks + c, entry.m, entry.expert,
-                    chunk, phase, c == 0, c == self.chunks - 1,
-                )  # fmt: skip
+            chunk, phase = self.staging.store_wide_tile(
+                shared.stores, wide, entry.m, entry.n, self.chunks, entry.expert, chunk, phase
+            )
         return chunk, phase

@@ -26,6 +26,8 @@ class Staging(Invariant):
 
     CHUNK_N = 64
     PIECES = 1  # calls of ``put`` that fill a buffer
+    BARRIERS = 1  # of each kind per buffer
+    readers = 1  # warps that free a buffer: the store warp, and others that read some tiles instead
 
     def __init__(self, tile_m: int, producer_warps: int, stages: int = 2):
         self.tile_m = tile_m
@@ -41,10 +43,10 @@ class Staging(Invariant):
         self.wide_layout = cute.tile_to_shape(sw128_atom(), wide, order=(0, 1, 2))
 
     def init_barriers(self, bars: Stages) -> None:
-        """full: one arrival per producer warp; empty: the store warp's."""
+        """full: one arrival per producer warp; empty: the readers'."""
         for i in range(self.stages):
             cute.arch.mbarrier_init(bars.full + i, self.producer_warps)
-            cute.arch.mbarrier_init(bars.empty + i, 1)
+            cute.arch.mbarrier_init(bars.empty + i, self.readers)
 
     def tma_store(self, tensor: cute.Tensor) -> Tma:
         """Stores of (tile_m, 64) chunks to (rows, columns, batch); what lies outside is not written."""
@@ -55,6 +57,14 @@ class Staging(Invariant):
         """Stores of transposed (64, tile_m) chunks to (rows, columns, batch)."""
         op = cpasync.CopyBulkTensorTileS2GOp()
         return make_tma(op, tensor, self.wide_layout, (self.CHUNK_N, self.tile_m))
+
+    def tma_store_tall(self, tensor: cute.Tensor) -> Tma:
+        """Stores of (tile_m, 64) from wherever they lie."""
+        return Staging.tma_store(self, tensor)
+
+    def partition_tall(self, tma: Tma, place: cute.Tensor) -> Operand:
+        """``partition`` for (tile_m, 64) chunks that lie in ``place``."""
+        return partition(tma, place, (self.tile_m, self.CHUNK_N))
 
     def partition_wide(self, tma: Tma, sD: cute.Tensor) -> Operand:
         """``partition`` for transposed chunks; ``sD`` is the buffers' view in ``wide_layout``."""
@@ -83,12 +93,16 @@ class Staging(Invariant):
         this lane gives; ``sD_row``: its address in buffer 0. Returns the next (chunk, phase).
         """
         if cutlass.const_expr(piece == 0):
-            cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
+            cute.arch.mbarrier_wait(bars.empty + self.barrier_of(chunk), phase ^ 1)
         self.write(packed, sD_row + chunk * self.chunk_bytes, row, piece)
         if cutlass.const_expr(piece == self.PIECES - 1):
-            self.hand_over(bars, chunk)
+            self.hand_over(bars, self.barrier_of(chunk))
             chunk, phase = advance(chunk, phase, self.stages)
         return chunk, phase
+
+    def barrier_of(self, chunk: Int32) -> Int32:
+        """The barrier by which this warp hands over its part of a buffer."""
+        return chunk
 
     @property
     def chunk_bytes(self) -> int:
@@ -122,7 +136,7 @@ class Staging(Invariant):
 
         ``warp_row``: the tile row (here: column) where the warp's 16 begin. Other arguments as ``put``.
         """
-        cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
+        cute.arch.mbarrier_wait(bars.empty + self.barrier_of(chunk), phase ^ 1)
         lane = cute.arch.lane_idx()
         base = sD_address + chunk * (self.tile_m * self.CHUNK_N * 2) + warp_row // 64 * 8192
         column = warp_row % 64 // 8 + lane // 8 % 2  # 16-byte column of this lane's address
@@ -132,7 +146,7 @@ class Staging(Invariant):
             ]
             row = 16 * j + lane // 16 * 8 + lane % 8
             ptx.stmatrix_x4_trans(base + row * 128 + ((column ^ (row % 8)) << 4), *packed)
-        self.hand_over(bars, chunk)
+        self.hand_over(bars, self.barrier_of(chunk))
         return advance(chunk, phase, self.stages)
 
     @cute.jit
@@ -162,7 +176,7 @@ class Staging(Invariant):
 
     @cute.jit
     def free(self, bars: Stages, chunk: Int32):
-        """Give a buffer back to the MMA warps."""
+        """Give a buffer back to the MMA warps, as far as this warp is concerned."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(bars.empty + chunk)
@@ -170,16 +184,41 @@ class Staging(Invariant):
     @cute.jit
     def store_tile(
         self, bars: Stages, targets, row_tile: Int32, n: Int32, count: cutlass.Constexpr[int],
-        batch: Int32, chunk: Int32, phase: Int32,
+        batch: Int32, chunk: Int32, phase: Int32, together: cutlass.Constexpr[int] = 0,
     ):  # fmt: skip
-        """Store column tile ``n`` of each target in turn, 64 columns at a time, as the MMA warps put them."""
+        """Store column tile ``n`` of each target in turn, 64 columns at a time, as the MMA warps put them.
+
+        ``together``: after so many chunks all buffers are free, for MMA warps that fill as many at once.
+        """
+        together = together or count * len(targets)
         chunks = [(c, target) for c in range(count) for target in targets]
         for i in cutlass.range_constexpr(len(chunks)):
             c, target = chunks[i]
             chunk, phase = self.store(
                 bars, target, row_tile, n * count + c, batch, chunk, phase,
-                i == 0, i == len(chunks) - 1,
+                i % together == 0, i % together == together - 1,
             )  # fmt: skip
+        return chunk, phase
+
+    @cute.jit
+    def store_wide_tile(
+        self, bars: Stages, target: Operand, m: Int32, n: Int32, count: cutlass.Constexpr[int],
+        batch: Int32, chunk: Int32, phase: Int32,
+    ):  # fmt: skip
+        """Store the transpose of tile (m, n): ``count`` chunks of 64 rows and ``tile_m`` columns."""
+        for c in cutlass.range_constexpr(count):
+            chunk, phase = self.store(
+                bars, target, n * count + c, m, batch, chunk, phase, c == 0, c == count - 1
+            )
+        return chunk, phase
+
+    @cute.jit
+    def pass_tile(self, bars: Stages, count: Int32 | int, chunk: Int32, phase: Int32):
+        """A reading warp's part in ``count`` buffers that another reads: keep step, or a parity says nothing."""
+        for _ in cutlass.range(count, unroll=1):
+            cute.arch.mbarrier_wait(bars.full + chunk, phase)
+            self.free(bars, chunk)
+            chunk, phase = advance(chunk, phase, self.stages)
         return chunk, phase
 
     @cute.jit

@@ -17,20 +17,23 @@ class Gated(NamedTuple):
     hidden: Float32
 
 
-def gated(gate: Float32, up: Float32, limit: Float32) -> Gated:
-    """hidden = silu(min(gate, limit)) * clamp(up, -limit, limit) in FP32; ``limit`` = inf clamps nothing.
+def gated(gate: Float32, up: Float32, limit: Float32 | None) -> Gated:
+    """hidden = silu(min(gate, limit)) * clamp(up, -limit, limit) in FP32.
+
+    ``limit`` None and infinity clamp nothing and give the same bits.
 
     silu(g) = g * rcp(1 + ex2(-g*log2 e)). The clamp is upstream's ``swiglu_limit``. NaN propagates.
     """
-    gate = ptx.min_nan(gate, limit)
-    up = ptx.max_nan(ptx.min_nan(up, limit), ptx.mul_rn(limit, Float32(-1.0)))
+    if limit is not None:
+        gate = ptx.min_nan(gate, limit)
+        up = ptx.max_nan(ptx.min_nan(up, limit), ptx.mul_rn(limit, Float32(-1.0)))
     exponential = ptx.ex2(ptx.mul_rn(gate, Float32(-ptx.LOG2_E)))
     sigmoid = ptx.rcp(ptx.add_rn(exponential, Float32(1.0)))
     silu = ptx.mul_rn(gate, sigmoid)
     return Gated(up, sigmoid, silu, ptx.mul_rn(silu, up))
 
 
-def swiglu(gate: Float32, up: Float32, limit: Float32) -> Float32:
+def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
     """The activation alone."""
     return gated(gate, up, limit).hidden
 
@@ -45,7 +48,7 @@ class Gradients(NamedTuple):
 
 
 def swiglu_backward(
-    gate: Float32, up: Float32, d_hidden: Float32, weight: Float32, limit: Float32
+    gate: Float32, up: Float32, d_hidden: Float32, weight: Float32, limit: Float32 | None
 ) -> Gradients:
     """Gradients for d_hidden = dy·W_down of an unweighted route and its router ``weight``.
 
@@ -53,16 +56,12 @@ def swiglu_backward(
     """
     g = gated(gate, up, limit)
     scaled = ptx.mul_rn(weight, d_hidden)
-    slope = ptx.fma_rn(
-        g.silu, ptx.add_rn(Float32(1.0), ptx.mul_rn(g.sigmoid, Float32(-1.0))), g.sigmoid
-    )
+    slope = ptx.fma_rn(g.silu, ptx.sub_rn(Float32(1.0), g.sigmoid), g.sigmoid)
     d_gate = ptx.mul_rn(ptx.mul_rn(scaled, g.up), slope)
     d_up = ptx.mul_rn(scaled, g.silu)
-    zero = Float32(0.0)
-    clamped = (up > limit) | (up < ptx.mul_rn(limit, Float32(-1.0)))
-    return Gradients(
-        gate=select_f32(gate > limit, zero, d_gate),
-        up=select_f32(clamped, zero, d_up),
-        hidden=g.hidden,
-        weighted=ptx.mul_rn(weight, g.hidden),
-    )
+    if limit is not None:
+        zero = Float32(0.0)
+        clamped = (up > limit) | (up < ptx.mul_rn(limit, Float32(-1.0)))
+        d_gate = select_f32(gate > limit, zero, d_gate)
+        d_up = select_f32(clamped, zero, d_up)
+    return Gradients(d_gate, d_up, g.hidden, ptx.mul_rn(weight, g.hidden))

@@ -224,12 +224,13 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
+        shares: Int32,
         k_first: Int32 | int = 0,
         b_by_tma: cutlass.Constexpr[bool] = True,
     ) -> tuple[Int32, Int32]:
         """Load this CTA's part of all K steps of a task (one warp): its rows of A, its half of B.
 
-        ``block`` counts tasks' row blocks, ``k_first`` is the first K step in the tensors. Without
+        ``shares`` is Hopper's. ``block`` counts tasks' row blocks, ``k_first`` is the first K step in the tensors. Without
         ``a_by_tma`` or ``b_by_tma`` the gather warps fill A or B. Returns the next (stage, phase).
         """
         rank = cute.arch.block_idx_in_cluster()
@@ -445,10 +446,12 @@ class Mainloop(Invariant):
         ptx.tcgen05_after_sync()
         return acc, phase
 
-    def columns(self, worker: Worker, acc: Int32, *first: int) -> list[list[Float32]]:
-        """32 accumulator columns of this lane's row from each of ``first`` on."""
+    def columns(
+        self, worker: Worker, acc: Int32, *first: int, width: int = 32
+    ) -> list[list[Float32]]:
+        """``width`` (16 or 32) accumulator columns of this lane's row from each of ``first`` on."""
         base = worker.tmem + acc * self.tile_n
-        return ptx.tmem_load(*[base + at for at in first])
+        return ptx.tmem_load(*[base + at for at in first], width=width)
 
     def set_first(self, worker: Worker, acc: Int32, first: int, values: list[Float32]) -> None:
         """Write 32 columns of this lane's row from ``first`` on; ``hand_first`` passes them to the MMA."""

@@ -22,7 +22,7 @@ The shared expert's tasks are BF16 and use the same stages, accumulators and bar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from .. import mxfp8, ptx
@@ -117,6 +117,7 @@ class Mainloop(sm100.Mainloop):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
+        k_first: Int32 | int = 0,
     ) -> tuple[Int32, Int32]:
         """``load_tile`` with scales: this CTA's tile of A, both tiles of B."""
         rank = cute.arch.block_idx_in_cluster()
@@ -128,7 +129,8 @@ class Mainloop(sm100.Mainloop):
         tSgB_left = of_left.tXgX[None, left_tile, None, batch]
         tSgB_right = of_right.tXgX[None, right_tile, None, batch]
         bytes_ = self.a_bytes + self.b_bytes + self.scale_bytes
-        for k in cutlass.range(k_tiles, unroll=1):
+        for step in cutlass.range(k_tiles, unroll=1):
+            k = step + k_first
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             full = bars.full + stage
             if rank == 0:
@@ -154,11 +156,11 @@ class Mainloop(sm100.Mainloop):
 
     # ---- multiply ----
 
-    def fragments(self, storage, tmem: cute.Pointer):
+    def fragments(self, storage, tmem: cute.Pointer, majors: str = "kk"):
         """As the base class; the accumulators overlap."""
-        mma = self.tiled_mma()
+        mma = self.tiled_mma(majors)
         one = mma.make_fragment_C(mma.partition_shape_C((self.TILE_M, self.tile_n))).layout
-        a, b, _ = super().fragments(storage, tmem)
+        a, b, _ = super().fragments(storage, tmem, majors)
         return a, b, cute.make_tensor(tmem, cute.append(one, cute.make_layout(2, stride=PLACE)))
 
     def place(self, acc: Int32, acc_phase: Int32) -> Int32:
@@ -176,9 +178,14 @@ class Mainloop(sm100.Mainloop):
         phase: Int32,
         acc: Int32,
         acc_phase: Int32,
+        is_set: Boolean | bool = False,
+        set_phase: Int32 | int = 0,
     ) -> tuple[Int32, Int32]:
         """``mma_tile`` of a task with scales; ``tmem``: the base of tensor memory."""
         ptx.cluster_wait((bars.acc_empty + acc).toint(), acc_phase ^ 1)
+        if cutlass.const_expr(not isinstance(is_set, bool)):
+            if is_set:
+                ptx.cluster_wait(bars.acc_set.toint(), set_phase)
         ptx.tcgen05_after_sync()
         target = tmem + acc_phase * PLACE
         scales_a, scales_b = tmem + SCALES, tmem + SCALES + 4
@@ -197,7 +204,7 @@ class Mainloop(sm100.Mainloop):
                     at = 32 * block
                     accumulate = Int32(1)
                     if cutlass.const_expr(block == 0):
-                        accumulate = select(k > 0, Int32(1), Int32(0))
+                        accumulate = select((k > 0) | is_set, Int32(1), Int32(0))
                     ptx.mma_mxfp8(
                         target,
                         descriptor(OPERAND, sA + stage * self.a_bytes + at),
@@ -222,8 +229,9 @@ class Mainloop(sm100.Mainloop):
 
     @cute.jit
     def take(
-        self, worker: Worker, bars: Bars, k_tiles: Int32, acc: Int32, phase: Int32
-    ) -> tuple[Int32, Int32]:
+        self, worker: Worker, bars: Bars, k_tiles: Int32, acc: Int32, phase: Int32,
+        majors: str = "kk",
+    ) -> tuple[Int32, Int32]:  # fmt: skip
         """Have the accumulator of the next task, keep its shared columns, and let the next one begin.
 
         Returns the place and the phase.
@@ -274,6 +282,10 @@ class Mainloop(sm100.Mainloop):
                 loaded = [select_f32(shared, worker.kept[i], value) for value, i in pairs]
             values += loaded
         return [values[i : i + width] for i in range(0, len(values), width)]
+
+    def set_first(self, worker: Worker, place: Int32, first: int, values: list[Float32]) -> None:
+        """As the base class. The shared columns are free: their task before was taken, hence kept."""
+        ptx.tmem_store(worker.tmem + place * PLACE + first, values)
 
     @cute.jit
     def give_back(

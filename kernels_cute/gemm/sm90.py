@@ -20,11 +20,17 @@ from .operands import Operand, RowSource, Tma, aligned, make_tma, partition, vie
 
 
 class Bars(NamedTuple):
-    """The mbarriers of the stages; ``written``: the MMA warps have put results into a stage."""
+    """The mbarriers of the stages.
+
+    ``written``: the MMA warps have put results into a stage; ``issued``: the first warpgroup has started
+    its product (only with a ``lead``); ``ready``: the pair's other CTA is ready for this stage's B.
+    """
 
     full: cute.Pointer
     empty: cute.Pointer
     written: cute.Pointer
+    issued: cute.Pointer
+    ready: cute.Pointer
 
 
 class Worker(Invariant):
@@ -43,6 +49,8 @@ class Mainloop(Invariant):
         tile_n: accumulator columns, a multiple of 64 up to 256.
         stages: shared-memory stages; (128 + tile_n) * 128 bytes each.
         gather_threads: threads that gather rows of A (0: A always comes by TMA).
+        lead: K steps of a tile that the second warpgroup lets the first one start alone.
+        pair: two CTAs keep step, and may load B for each other (``..pairs``).
     """
 
     TILE_M = 128
@@ -51,13 +59,17 @@ class Mainloop(Invariant):
     PIECE = 64  # accumulator columns that ``columns`` returns at a time
     WARPGROUPS = 2  # cooperative: rows 0-63 and 64-127 of one tile
 
-    def __init__(self, tile_n: int, stages: int, gather_threads: int):
+    def __init__(
+        self, tile_n: int, stages: int, gather_threads: int, lead: int = 0, pair: bool = False
+    ):
         self.tile_n = tile_n
         self.half_n = tile_n // 2
         self.stages = stages
         self.gather_threads = gather_threads
         self.a_bytes = self.TILE_M * self.TILE_K * 2
         self.b_bytes = tile_n * self.TILE_K * 2
+        self.lead = lead
+        self.pair = pair
         self.full_arrivals = 1 + gather_threads
         self.empty_arrivals = self.WARPGROUPS * 4
 
@@ -124,7 +136,7 @@ class Mainloop(Invariant):
 
     def bars(self, storage) -> Bars:
         """The mbarriers in the shared storage."""
-        return Bars(storage.full.data_ptr(), storage.empty.data_ptr(), storage.written.data_ptr())
+        return Bars(*[getattr(storage, name).data_ptr() for name in Bars._fields])
 
     def init_barriers(self, bars: Bars) -> None:
         """Arrival counts of the stages' mbarriers (one thread)."""
@@ -132,6 +144,8 @@ class Mainloop(Invariant):
             cute.arch.mbarrier_init(bars.full + i, self.full_arrivals)
             cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals)
             cute.arch.mbarrier_init(bars.written + i, self.empty_arrivals)
+            cute.arch.mbarrier_init(bars.issued + i, 1)
+            cute.arch.mbarrier_init(bars.ready + i, 1)
 
     # ---- host: descriptors ----
 
@@ -141,7 +155,7 @@ class Mainloop(Invariant):
 
     def tma_b_half(self, tensor: cute.Tensor) -> Tma:
         """Loads of (tile_n/2, 64) from (n, k, expert), k contiguous."""
-        return self._tma_load(tensor, self.b_half_layout, self.half_n)
+        return self._tma_load(tensor, self.b_half_layout, self.half_n, self.pair)
 
     def tma_a_mn(self, tensor: cute.Tensor) -> Tma:
         """Loads of (128, 64) from (rows, k, batch), rows contiguous."""
@@ -149,10 +163,15 @@ class Mainloop(Invariant):
 
     def tma_b_half_mn(self, tensor: cute.Tensor) -> Tma:
         """Loads of (tile_n/2, 64) from (n, k, expert), n contiguous."""
-        return self._tma_load(tensor, self.b_half_layout_mn, self.half_n)
+        return self._tma_load(tensor, self.b_half_layout_mn, self.half_n, self.pair)
 
-    def _tma_load(self, tensor: cute.Tensor, staged: cute.ComposedLayout, rows: int) -> Tma:
-        return make_tma(cpasync.CopyBulkTensorTileG2SOp(), tensor, staged, (rows, self.TILE_K))
+    def _tma_load(
+        self, tensor: cute.Tensor, staged: cute.ComposedLayout, rows: int, multicast: bool = False
+    ) -> Tma:
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        if multicast:
+            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        return make_tma(op, tensor, staged, (rows, self.TILE_K))
 
     def row_source(self, address: Int64, rows: Int32, columns: Int32) -> RowSource:
         """A matrix from which ``gather`` takes rows of A."""
@@ -179,12 +198,13 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
+        shares: Int32,
         k_first: Int32 | int = 0,
     ) -> tuple[Int32, Int32]:
         """Load all K steps of a task (one warp): A tile ``a_tile``, B halves ``left_tile``, ``right_tile``.
 
-        Without ``a_by_tma`` the gather warps fill A. ``k_first`` is the first K step in the
-        tensors. Returns the next (stage, phase).
+        Without ``a_by_tma`` the gather warps fill A. ``shares``: 1 where the other CTA of the pair loads
+        the same B now. ``k_first`` is the first K step in the tensors. Returns the next (stage, phase).
         """
         tx_bytes = self.a_bytes * a_by_tma + self.b_bytes
         tAgA = a.tXgX[None, a_tile, None, 0]
@@ -196,12 +216,70 @@ class Mainloop(Invariant):
             full = bars.full + stage
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
+            self.tell(bars, stage)
             if cutlass.const_expr(a_by_tma):
                 cute.copy(a.atom, tAgA[None, k], a.tXsX[None, stage], tma_bar_ptr=full)
-            cute.copy(left.atom, tBgB_left[None, k], left.tXsX[None, 2 * stage], tma_bar_ptr=full)
-            cute.copy(
-                right.atom, tBgB_right[None, k], right.tXsX[None, 2 * stage + 1], tma_bar_ptr=full
-            )
+            left_to, right_to = left.tXsX[None, 2 * stage], right.tXsX[None, 2 * stage + 1]
+            if cutlass.const_expr(self.pair):
+                # Each loads one half for both, or both halves for itself.
+                self.hear(bars, stage, phase)
+                rank = cute.arch.block_idx_in_cluster()
+                mask = cutlass.Int16(select(shares != 0, Int32(3), Int32(1) << rank))
+                if shares == 0 or rank == 0:
+                    cute.copy(
+                        left.atom, tBgB_left[None, k], left_to, tma_bar_ptr=full, mcast_mask=mask
+                    )
+                if shares == 0 or rank == 1:
+                    cute.copy(
+                        right.atom, tBgB_right[None, k], right_to, tma_bar_ptr=full, mcast_mask=mask
+                    )
+            else:
+                cute.copy(left.atom, tBgB_left[None, k], left_to, tma_bar_ptr=full)
+                cute.copy(right.atom, tBgB_right[None, k], right_to, tma_bar_ptr=full)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def tell(self, bars: Bars, stage: Int32):
+        """In a pair: this CTA's stage is empty, and counts on its next bytes.
+
+        Both have CTA scope, as in ``PipelineTmaAsync``: with cluster scope each step would have a fence of the
+        whole GPU and empty L1. No thread's data is handed over, only room for TMA.
+        """
+        if cutlass.const_expr(self.pair):
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                other = cute.arch.block_idx_in_cluster() ^ 1
+                cute.arch.mbarrier_arrive(bars.ready + stage, other)
+
+    def hear(self, bars: Bars, stage: Int32, phase: Int32) -> None:
+        """In a pair: return once the other CTA has told the same of its stage.
+
+        Both load warps do so for every stage, shared or not: neither is ever a ring ahead, which ``ready``
+        could not tell from no step ahead.
+        """
+        if self.pair:
+            cute.arch.mbarrier_wait(bars.ready + stage, phase)
+
+    @cute.jit
+    def load_nothing(self, bars: Bars, steps: Int32, stage: Int32, phase: Int32):
+        """The load warp's part of ``steps`` stages that pass unused."""
+        for _ in cutlass.range(steps, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars.full + stage)
+            self.tell(bars, stage)
+            self.hear(bars, stage, phase)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    @cute.jit
+    def skip_tile(self, bars: Bars, steps: Int32, stage: Int32, phase: Int32):
+        """The MMA warps' part of ``steps`` stages that pass unused."""
+        for _ in cutlass.range(steps, unroll=1):
+            cute.arch.mbarrier_wait(bars.full + stage, phase)
+            self.pass_by(bars, stage)
+            self.release(bars, stage)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 
@@ -226,6 +304,8 @@ class Mainloop(Invariant):
             full = bars.full + stage
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.a_bytes)
+            self.tell(bars, stage)
+            self.hear(bars, stage, phase)
             column = first + c
             cute.copy(
                 left.atom,
@@ -425,10 +505,15 @@ class Mainloop(Invariant):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
+        first: cutlass.Constexpr[bool] = True,
     ) -> tuple[Int32, Int32]:
-        """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase)."""
+        """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase).
+
+        Without ``first`` the products are added to ``acc``.
+        """
+        self.follow(bars, k_tiles, stage, phase)
         release = stage
-        self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, True)
+        self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, first)
         stage, phase = advance(stage, phase, self.stages)
         for _ in cutlass.range(1, k_tiles, unroll=1):
             self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
@@ -454,17 +539,9 @@ class Mainloop(Invariant):
     ) -> tuple[Int32, Int32]:
         """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps; otherwise as ``mma_tile``."""
         if k_tiles > 0:
-            release = stage
-            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
-            stage, phase = advance(stage, phase, self.stages)
-            for _ in cutlass.range(1, k_tiles, unroll=1):
-                self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
-                warpgroup.wait_group(1)
-                self.release(bars, release)
-                release = stage
-                stage, phase = advance(stage, phase, self.stages)
-            warpgroup.wait_group(0)
-            self.release(bars, release)
+            stage, phase = self.mma_tile(
+                majors, bars, tCrA, tCrB, acc, k_tiles, stage, phase, False
+            )
         return stage, phase
 
     @cute.jit
@@ -491,6 +568,27 @@ class Mainloop(Invariant):
             at = (None, None, k_block, stage)
             cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
         warpgroup.commit_group()
+        self.pass_by(bars, stage)
+
+    @cute.jit
+    def pass_by(self, bars: Bars, stage: Int32):
+        """With a lead: the first warpgroup has got past this stage."""
+        if cutlass.const_expr(self.lead > 0):
+            if cute.arch.thread_idx()[0] == 128:
+                cute.arch.mbarrier_arrive(bars.issued + stage)
+
+    @cute.jit
+    def follow(self, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32):
+        """With a lead: hold the second warpgroup at the start of a tile until the first is ``lead`` steps on.
+
+        The tensor cores are not idle meanwhile: one warpgroup alone keeps them busy.
+        """
+        if cutlass.const_expr(self.lead > 0):
+            if k_tiles > self.lead and cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= 8:
+                at = stage + self.lead
+                wrapped = at >= self.stages
+                at = select(wrapped, at - self.stages, at)
+                cute.arch.mbarrier_wait(bars.issued + at, select(wrapped, phase ^ 1, phase))
 
     @cute.jit
     def release(self, bars: Bars, stage: Int32):

@@ -24,7 +24,7 @@ NAME = "bench"
 HELP = "time this layer and its peers in one run, and print ratios"
 
 PASSES = ("forward", "backward", "both")
-SUITES = ("default", "quick", "small", "unfitted", "cpu")
+SUITES = ("default", "quick", "small", "unfitted", "cpu", "published", "sweep")
 SWEEP_EP = 4
 
 
@@ -41,8 +41,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a shape; repeatable, instead of a suite",
     )
     what.add_argument(
-        "--suite", choices=SUITES, help="shapes with a name; by default the full list"
-    )
+        "--suite", choices=SUITES,
+        help="shapes with a name; by default the full list. published: the published comparison on "
+        "all ranks; sweep: minibatch, comm SMs, push against pull",
+    )  # fmt: skip
     what.add_argument("--quick", action="store_true", help="two shapes, two rounds, no phases")
     what.add_argument(
         "--ep", type=int, default=1, help="also ours on N virtual ranks, through the ring"
@@ -59,7 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     peers.add_argument(
         "--peers", action="append", metavar="NAME[=PATH],…",
         help="of torch, sonic, flashinfer, upstream, cublas, or none; PATH: a folder to import it "
-        "from, or upstream's Python interpreter",
+        "from, or upstream's Python interpreter. With --suite published of nccl-torch, deepep-torch, "
+        "deepep-te, hybridep-megatron, upstream=PYTHON",
     )  # fmt: skip
     peers.add_argument(
         "--sonic-tune", action="store_true", help="let SonicMoE's own tuner run (minutes a shape)"
@@ -82,6 +85,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--sweep", metavar="TUNABLE", help="minibatch, macrobatch, comm_sms, fwd_num_comm_sms, …"
     )
     sweep.add_argument("--values", help="comma-separated, instead of the usual ones")
+    from mok.tools.bench.published import command as published
+
+    published.configure(parser)
     out = parser.add_argument_group("results")
     out.add_argument(
         "--out", metavar="FOLDER", help="write bench.json after every shape, bench.png last"
@@ -112,7 +118,10 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         progress.print(f"[{elapsed:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True)
 
     from mok.tools.bench import ranks_command
+    from mok.tools.bench.published import command as published
 
+    if args.suite in published.SUITES:
+        return published.run(args, say)
     if args.what == "links" or ranks_command.under_torchrun():
         return ranks_command.run(args, say)
     before = read_document(args.against) if args.against else None
@@ -384,6 +393,10 @@ def finish(args: argparse.Namespace, document: dict[str, Any]) -> None:
 
 def passed(document: dict[str, Any]) -> bool:
     """Ours ran, is right, has the same bits everywhere, and is no slower than the run before."""
+    if "suite" in document:
+        from mok.tools.bench.published import command as published
+
+        return published.passed(document)
     if "ranks" in document:
         from mok.tools.bench import ranks_command
 
@@ -397,6 +410,11 @@ def passed(document: dict[str, Any]) -> bool:
 
 
 def show(document: dict[str, Any], console: Console) -> None:
+    if "suite" in document:
+        from mok.tools.bench.published import command as published
+
+        published.show(document, console)
+        return
     if "ranks" in document:
         from mok.tools.bench import ranks_command
 

@@ -45,13 +45,16 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     with progress.status("Checking …") as status:
         if ranks is not None:
             processes.require_kernel(backend.kind, backend.note)
-        checks: dict[str, tuple[Any, Any]] = {
-            "forward": (forward_cases, run_case),
-            "backward": (check_training.backward_cases, check_training.run_backward_case),
-            "bits": (check_training.bits_cases, check_training.run_bits_case),
-            "mxfp8": (mxfp8_cases, run_case),
-        }
-        for what, (make, check) in checks.items():
+        run_backward, run_bits = check_training.run_backward_case, check_training.run_bits_case
+        checks: list[tuple[str, Any, Any]] = [
+            ("forward", forward_cases, run_case),
+            ("backward", check_training.backward_cases, run_backward),
+            ("bits", check_training.bits_cases, run_bits),
+            ("mxfp8", mxfp8_cases, run_case),
+            ("mxfp8", check_training.mxfp8_backward_cases, run_backward),
+            ("mxfp8", check_training.mxfp8_bits_cases, run_bits),
+        ]
+        for what, make, check in checks:
             if args.what not in (what, "all"):
                 continue
             chosen = make(backend, args.model, args.quick)

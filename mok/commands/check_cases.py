@@ -55,14 +55,14 @@ def forward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[
 
 
 def model_cases(
-    backend: Backend, model: str | None, quick: bool, limit: float
+    backend: Backend, model: str | None, quick: bool, limit: float, training: bool = False
 ) -> Iterator[CheckCase]:
     """The shape of ``model``, or of all models, with random values (within ``limit``) and exact ones."""
     names = [model] if model else list(MODELS)
     if quick and not model:
         names = ["qwen3-30b-a3b", "deepseek-v3"]
     for name in names:
-        for case in _model_cases(backend, name):
+        for case in _model_cases(backend, name, training=training):
             if case.metric == "relative_l2":
                 case = dataclasses.replace(case, limit=limit)
             yield case
@@ -85,8 +85,8 @@ def on_processes(cases: Iterator[Any], size: int) -> Iterator[Any]:
             )
 
 
-def mxfp8_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
-    """Models whose sizes MXFP8 can have, random and exact, then ranks and routings."""
+def mxfp8_model_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
+    """Models whose sizes MXFP8 can have, random (within ``FP32_LIMIT``) and exact."""
     names = [model] if model else ["qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b"]
     for name in names[: 1 if quick else None]:
         for case in _model_cases(backend, name, 128):
@@ -94,6 +94,11 @@ def mxfp8_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[Ch
             yield dataclasses.replace(
                 case, name=f"mxfp8 {case.name}", limit=limit, precision="mxfp8"
             )
+
+
+def mxfp8_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
+    """Forward: ``mxfp8_model_cases``, then ranks and routings."""
+    yield from mxfp8_model_cases(backend, model, quick)
     if model:
         return
     shape = Shape(4096 if backend.on_gpu else 40, 256, 384, 10, 4, shared_intermediate_size=128)
@@ -109,10 +114,12 @@ def mxfp8_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[Ch
             )
 
 
-def _model_cases(backend: Backend, name: str, multiple: int = 64) -> Iterator[CheckCase]:
+def _model_cases(
+    backend: Backend, name: str, multiple: int = 64, training: bool = False
+) -> Iterator[CheckCase]:
     real = Shape.of_model(MODELS[name], GPU_MODEL_TOKENS)
     if backend.on_gpu:
-        shape, ep_size = fit_to_gpu(real, backend.device), 1
+        shape, ep_size = fit_to_gpu(real, backend.device, training), 1
     else:
         factor = 32 if backend.kind == "emulator" else 16
         shape = shrink(dataclasses.replace(real, num_tokens=32), factor)

@@ -1,4 +1,4 @@
-"""The cases of ``mok check backward`` and ``mok check bits``, for each kind of backend."""
+"""The cases of ``mok check backward`` and ``mok check bits``, and the same in MXFP8, by kind of backend."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from mok.backends import Backend, emulated_machine
-from mok.commands.check_cases import CheckCase, exact_case, model_cases
+from mok.commands.check_cases import CheckCase, exact_case, model_cases, mxfp8_model_cases
 from mok.commands.shapes import fit_to_gpu, shrink
 from mok.config import Config, Shape, tile_rows
 from mok.models import MODELS
 from mok.reference import (
+    FP32_GRADIENT_LIMIT,
     GRADIENT_LIMIT,
+    MXFP8_LIMIT,
     ROUTINGS,
     Gradients,
     backward_loop,
     backward_oracle,
+    backward_reference,
     integer_gradient,
     random_case,
     random_gradient,
@@ -33,7 +36,7 @@ def backward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator
 
     With ``model``, its shape alone.
     """
-    yield from model_cases(backend, model, quick, GRADIENT_LIMIT)
+    yield from model_cases(backend, model, quick, GRADIENT_LIMIT, training=True)
     if model:
         return
     tokens = 4096 if backend.on_gpu else 40
@@ -65,17 +68,69 @@ def run_backward_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]
     exact = case.metric == "mismatches"
     dy = integer_gradient(inputs) if exact else random_gradient(inputs)
     _, found = run_training(
-        inputs, dy, case.ep_size, backend, config=case.config, tokens_per_rank=case.tokens_per_rank
-    )
-    expected = backward_oracle(inputs, dy) if backend.on_gpu else backward_loop(inputs, dy)
-    errors = [
-        _error(value, oracle, exact)
-        for value, oracle in _pairs(found, expected)
-        # Each rank rounds its own sum for the shared expert; the oracle has one for all.
-        if not exact or value.shape == oracle.shape
-    ]
-    value = sum(errors) if exact else max(errors)
-    return [row(f"{case.name}, {len(errors)} gradients", case.metric, value, case.limit)]
+        inputs, dy, case.ep_size, backend, config=case.config,
+        tokens_per_rank=case.tokens_per_rank, precision=case.precision,
+    )  # fmt: skip
+
+    def compared(expected: Gradients, name: str, limit: float) -> dict[str, Any]:
+        errors = [
+            _error(value, oracle, exact)
+            for value, oracle in _pairs(found, expected)
+            # Each rank rounds its own sum for the shared expert; the oracle has one for all.
+            if not exact or value.shape == oracle.shape
+        ]
+        value = sum(errors) if exact else max(errors)
+        return row(f"{name}, {len(errors)} gradients", case.metric, value, limit)
+
+    rows = []
+    if case.precision == "mxfp8":
+        quantised = backward_reference(
+            inputs, dy, case.ep_size, tokens_per_rank=case.tokens_per_rank, precision="mxfp8"
+        )
+        limit = 0.0 if exact else MXFP8_LIMIT
+        rows.append(compared(quantised, f"{case.name}, against the quantised", limit))
+    if not rows or not exact:
+        expected = backward_oracle(inputs, dy) if backend.on_gpu else backward_loop(inputs, dy)
+        rows.append(compared(expected, case.name, case.limit))
+    return rows
+
+
+def mxfp8_backward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
+    """Gradients in MXFP8: models with random values, then integers, whose sums are exact once quantised."""
+    for case in mxfp8_model_cases(backend, model, quick):
+        if case.metric == "relative_l2":
+            name = f"{case.name}, backward"
+            yield dataclasses.replace(case, name=name, limit=FP32_GRADIENT_LIMIT)
+    if model:
+        return
+    # As ``backward_cases``: one expert in three tiles, a ring of one.
+    tile = _tile(backend)
+    shape = Shape(2 * tile + 40, 128, 128, 3, 2, shared_intermediate_size=64)
+    for ep_size in (2,) if quick else (1, 2, 3):
+        for kind in ("few_experts",) if quick else ("few_experts", "dropped"):
+            case = exact_case(
+                backend, "mxfp8 replay", shape, ep_size, kind, config=Config(2, 2, tile, tile)
+            )
+            yield dataclasses.replace(case, precision="mxfp8")
+
+
+def mxfp8_bits_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[BitsCase]:
+    """As ``bits_cases`` with MXFP8 experts; with MXFP8 on the wire, too."""
+    tile = _tile(backend)
+    if model or backend.kind == "reference":
+        return
+    ways = [BitsCase("EP 2, on the wire", 2, Config(2, 2, tile, 2 * tile, mxfp8_wire=True))]
+    if not quick:
+        ways += [
+            BitsCase("repeat"),
+            BitsCase("EP 3, one tile per macrobatch", 3, Config(2, 4, tile, tile)),
+            BitsCase("a rebuilt context", config=Config(2, 2, tile, tile), recompute=True),
+        ]
+    shape = Shape(_tokens(backend), 128, 256, 3, 2, shared_intermediate_size=64)
+    for way in ways:
+        yield dataclasses.replace(
+            way, name=f"mxfp8 bits: {way.name}", shape=shape, precision="mxfp8"
+        )
 
 
 def _pairs(found: Gradients, expected: Gradients) -> Iterator[tuple[Tensor, Tensor]]:
@@ -109,6 +164,7 @@ class BitsCase:
     recompute: bool = False
     tokens_per_rank: tuple[int, ...] | None = None
     shape: Shape | None = None
+    precision: str = "bf16"
 
 
 def bits_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[BitsCase]:
@@ -116,7 +172,7 @@ def bits_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[Bit
     shape = Shape(_tokens(backend), 128, 192, 3, 2, shared_intermediate_size=64)
     if model:
         real = Shape.of_model(MODELS[model], _tokens(backend))
-        shape = fit_to_gpu(real, backend.device) if backend.on_gpu else shrink(real, 32)
+        shape = fit_to_gpu(real, backend.device, True) if backend.on_gpu else shrink(real, 32)
     for way in _ways(backend, quick):
         name = f"{model} {way.name}" if model else way.name
         yield dataclasses.replace(way, name=name, shape=shape)
@@ -147,7 +203,7 @@ def _ways(backend: Backend, quick: bool) -> Iterator[BitsCase]:
         yield BitsCase("EP 2, without launch control", 2, config)
 
 
-_baselines: dict[tuple[str, Shape], tuple[Tensor, Gradients]] = {}
+_baselines: dict[tuple[str, Shape, str], tuple[Tensor, Gradients]] = {}
 
 
 def run_bits_case(case: BitsCase, backend: Backend) -> list[dict[str, Any]]:
@@ -163,9 +219,9 @@ def run_bits_case(case: BitsCase, backend: Backend) -> list[dict[str, Any]]:
         case.shape, kind="skewed", swiglu_limit=0.75, gated=gated, device=backend.device
     )
     dy = random_gradient(inputs)
-    key = (backend.name, case.shape)
+    key = (backend.name, case.shape, case.precision)
     if key not in _baselines:
-        _baselines[key] = run_training(inputs, dy, 1, backend)
+        _baselines[key] = run_training(inputs, dy, 1, backend, precision=case.precision)
     output, gradients = _baselines[key]
     found, others = run_training(
         inputs,
@@ -175,6 +231,7 @@ def run_bits_case(case: BitsCase, backend: Backend) -> list[dict[str, Any]]:
         config=case.config,
         recompute=case.recompute,
         tokens_per_rank=case.tokens_per_rank,
+        precision=case.precision,
     )
     different = int((found != output).sum())
     want = gradients.named()

@@ -14,7 +14,18 @@ HELP = "compile a layer's kernels and show their resources; needs no GPU"
 
 # ptxas notes that cost speed: setmaxnreg ignored, wgmma serialised.
 FORBIDDEN = ("C7507", "C7508", "C7510", "C7511")
-SHOWN = ("HGMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "LDGSTS", "UBLKCP", "USETMAXREG", "SYNCS")
+SHOWN = (
+    "HGMMA",
+    "UTCHMMA",
+    "UTCQMMA",
+    "UTCCP",
+    "UTMALDG",
+    "UTMASTG",
+    "LDGSTS",
+    "UBLKCP",
+    "USETMAXREG",
+    "SYNCS",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -99,7 +99,8 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     backend = backend_for(args.arch, args.reference)
     model = get_model(MODEL)
     if backend.on_gpu:
-        shape, ep_size = fit_to_gpu(Shape.of_model(model, GPU_TOKENS), backend.device), 1
+        real = Shape.of_model(model, GPU_TOKENS)
+        shape, ep_size = fit_to_gpu(real, backend.device, exact=False), 1
     elif backend.kind == "emulator":
         shape, ep_size = shrink(Shape.of_model(model, EMULATED_TOKENS), 8, EMULATED_EXPERTS), 2
     else:

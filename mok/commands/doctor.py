@@ -155,6 +155,8 @@ def gpu() -> Check:
         info = device_info()
     except MokError as error:
         return _check("GPU", False, str(error), remedy)
+    if info.arch is not None and info.arch not in KERNEL_ARCHS:
+        remedy = f"The kernels for {info.arch} have not run on hardware yet: begin with mok bringup"
     arch = info.arch or "compute capability {}.{}".format(*info.cc)
     found = f"{info.name}, {info.num_sms} SMs, {arch}"
     return _check("GPU", info.arch in KERNEL_ARCHS, found, remedy)

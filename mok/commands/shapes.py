@@ -6,8 +6,13 @@ import dataclasses
 
 import torch
 
+from mok import processes
 from mok.config import DIM_MULTIPLE, Shape
 from mok.reference import Case
+
+FORWARD_SHARE = 0.6  # of free memory
+TRAINING_SHARE = 0.12
+THROUGH_HOST_BYTES = 1 << 30  # a few seconds of drawing, or over gloo
 
 
 def shrink(shape: Shape, factor: int, max_experts: int = 16) -> Shape:
@@ -35,10 +40,22 @@ def forward_bytes(shape: Shape) -> int:
     return weights + 2 * rows * (2 * h + i) + 16 * shape.num_tokens * h + 4 * 3 * h * i
 
 
-def fit_to_gpu(shape: Shape, device: torch.device, share: float = 0.6) -> Shape:
-    """Halve T, or E where the weights alone are too many, until the pass fits free memory."""
+def fit_to_gpu(
+    shape: Shape, device: torch.device, training: bool = False, exact: bool = True
+) -> Shape:
+    """Halve T, or E where the weights alone are too many, until the pass fits free memory.
+
+    ``training``: beside the weights lie their gradients, the oracle's in FP32, and copies of both.
+    ``exact``: there are exact values, too, which every process draws on its host. So within
+    ``processes.joined`` (collective: all get one shape) sizes are small then, and with gradients to gather.
+    """
     free, _ = torch.cuda.mem_get_info(device)
-    return fit_to_bytes(shape, int(share * free))
+    limit = int((TRAINING_SHARE if training else FORWARD_SHARE) * free)
+    if processes.group() is not None:
+        limit = processes.smallest(limit) // processes.on_one_gpu()
+        if exact or training:
+            limit = min(limit, THROUGH_HOST_BYTES)
+    return fit_to_bytes(shape, limit)
 
 
 def fit_to_bytes(shape: Shape, limit: int) -> Shape:

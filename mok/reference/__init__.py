@@ -24,6 +24,7 @@ from mok.reference.cases import (
 from mok.reference.gradients import backward_loop, backward_oracle
 from mok.reference.layer import forward_reference, swiglu, token_sum
 from mok.reference.mxfp8 import (
+    FP32_GRADIENT_LIMIT,
     FP32_LIMIT,
     MXFP8_LIMIT,
     Quantised,
@@ -46,6 +47,7 @@ from mok.reference.schedule import RankSchedule, schedule_reference, token_order
 
 __all__ = [
     "BF16_LIMIT",
+    "FP32_GRADIENT_LIMIT",
     "FP32_LIMIT",
     "GRADIENT_LIMIT",
     "MXFP8_LIMIT",

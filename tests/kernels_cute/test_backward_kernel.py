@@ -40,7 +40,7 @@ RING = [
 
 
 def exact_in_the_emulator(layer, grad_mode="bf16"):
-    comm = 0 if layer.direct else 1
+    comm = 0 if layer.direct else 2
     run, want = exact_run(layer, ARCH, "cpu", grad_mode, grid=2 + comm, num_comm_ctas=comm)
     assert_same(emulated(run, 4, layer.seed), want)
 
@@ -89,7 +89,7 @@ def hopper():
 @pytest.mark.parametrize("layer", LARGE, ids=str)
 def test_exact_gradients(hopper, layer, grad_mode):
     for grid in (132, 20):
-        comm = 0 if layer.direct else 3
+        comm = 0 if layer.direct else 4
         run, want = exact_run(layer, ARCH, hopper, grad_mode, grid=grid, num_comm_ctas=comm)
         assert_same(run.run(), want)
 

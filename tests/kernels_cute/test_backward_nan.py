@@ -18,7 +18,7 @@ IN_X, IN_DY = 7, 20  # the tokens
 
 
 def run(layer, arch, case, dy):
-    comm = 0 if layer.direct else (1 if arch == "sm_90a" else 2)
+    comm = 0 if layer.direct else 2
     grid = comm + (2 if arch == "sm_90a" else 4)
     return emulated(layer.make_run(case, dy, arch, grid=grid, num_comm_ctas=comm), 8)
 

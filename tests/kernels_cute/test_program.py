@@ -16,6 +16,7 @@ from mok.kernels_cute.program import (
     UP,
     Forward,
     Tile,
+    side_by_side,
 )
 
 
@@ -101,9 +102,18 @@ def test_decoders_follow_the_total_order(p):
 
 
 @settings(max_examples=60, deadline=None)
-@given(programs(), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_runs_to_the_end_with_few_workers(p, compute, comm, rng):
-    """A greedy machine with in-order workers finishes, for any order in which workers move."""
+@given(
+    programs(),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_runs_to_the_end_with_few_workers(p, compute, comm, pairs, rng):
+    """A greedy machine with in-order workers finishes, for any order in which workers move.
+
+    With ``pairs`` a compute worker's ticket is two tasks: side by side both must be able to run at once.
+    """
     done: Counter = Counter()
 
     def ready(kind, block, s):
@@ -139,24 +149,30 @@ def test_runs_to_the_end_with_few_workers(p, compute, comm, rng):
         n = tickets[role]
         tickets[role] += 1
         if role == "compute":
-            t = p.task(n)
-            return None if t.kind == END else (NAMES[t.kind], t.block, t.minibatch)
+            tasks = [p.task(n)] if not pairs else [p.task(2 * n), p.task(2 * n + 1)]
+            beside = not pairs or side_by_side(*tasks)
+            named = [(NAMES[t.kind], t.block, t.minibatch) for t in tasks if t.kind != END]
+            if not named:
+                return None
+            return [named] if beside else [[task] for task in named]
         if n >= p.items:
             return None
         i = p.item(n)
-        return ("dispatch" if i.kind == DISPATCH else "combine", i.row // p.tile.m, i.minibatch)
+        kind = "dispatch" if i.kind == DISPATCH else "combine"
+        return [[(kind, i.row // p.tile.m, i.minibatch)]]
 
     for worker in held:
         held[worker] = draw(worker[0])
     while any(held.values()):
-        able = [w for w, task in held.items() if task and ready(*task)]
+        able = [w for w, turns in held.items() if turns and all(ready(*t) for t in turns[0])]
         assert able, f"deadlock: {held}"
         worker = rng.choice(able)
-        kind, block, s = held[worker]
-        if kind in signal:
-            signals = p.tile.signals if worker[0] == "compute" else 1
-            done[signal[kind], block if kind in ("up", "shared_up") else s] += signals
-        held[worker] = draw(worker[0])
+        turn, *later = held[worker]
+        for kind, block, s in turn:
+            if kind in signal:
+                signals = p.tile.signals if worker[0] == "compute" else 1
+                done[signal[kind], block if kind in ("up", "shared_up") else s] += signals
+        held[worker] = later or draw(worker[0])
 
 
 @settings(max_examples=60, deadline=None)

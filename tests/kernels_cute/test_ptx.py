@@ -51,6 +51,7 @@ def drop(value):
 
 CASES = {
     "mul_rn": (lambda a, w, x: ptx.mul_rn(x, x), "mul.rn.f32"),
+    "sub_rn": (lambda a, w, x: ptx.sub_rn(x, x), "sub.rn.f32"),
     "add_rn": (lambda a, w, x: ptx.add_rn(x, x), "add.rn.f32"),
     "fma_rn": (lambda a, w, x: ptx.fma_rn(x, x, Float32(1.0)), "fma.rn.f32"),
     "mad_wide": (

@@ -139,7 +139,7 @@ def bad_ids_become_a_record(device):
     ids = make_ids([50, 100], 4, 16, "random")
     ids[1][37, 2] = 2**33 + 5  # in range after a careless cut to 32 bits
     got = run_schedule(ids, 16, 2, device)
-    assert got[1].error.tolist() == [ROUTE_OUT_OF_RANGE, 1, 37, 2, 5, 2, 16, 0]
+    assert got[1].error.tolist() == [ROUTE_OUT_OF_RANGE, 1, 37, 2, 5, 2, 16, 1]
     assert not got[0].error.any()
     ids[1][37, 2] = -1
     for mine, theirs in zip(got, schedule_reference(ids, 16, 2, 128), strict=True):
@@ -167,7 +167,7 @@ def too_little_capacity_gives_an_empty_schedule(device):
     ids = make_ids([1000], 4, 16, "random")
     (got,) = run_schedule(ids, 16, 1, device, capacity=1024)
     (want,) = schedule_reference(ids, 16, 1, 128)
-    assert got.error.tolist() == [ROWS_OUT_OF_CAPACITY, 0, 0, 0, want.num_tokens, 0, 1024, 0]
+    assert got.error.tolist() == [ROWS_OUT_OF_CAPACITY, 0, 0, 0, want.num_tokens, 0, 1024, 1]
     assert got.num_tokens == 0 and got.tail_untouched
     assert not got.tokens_per_expert.any() and not got.expert_offset.any()
     assert (got.route_row == -1).all()

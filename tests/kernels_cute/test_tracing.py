@@ -255,26 +255,28 @@ def check_backward(found, layer, rank):
 @pytest.mark.emulator
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "ep_size", "grad_dtype", "seed"),
+    ("arch", "ep_size", "grad_dtype", "seed", "precision"),
     [
-        ("sm_90a", 2, torch.bfloat16, None),
-        ("sm_90a", 1, torch.float32, 4),
-        ("sm_100a", 2, torch.float32, None),
+        ("sm_90a", 2, torch.bfloat16, None, "bf16"),
+        ("sm_90a", 1, torch.float32, 4, "bf16"),
+        ("sm_100a", 2, torch.float32, None, "bf16"),
+        ("sm_100a", 2, torch.bfloat16, None, "mxfp8"),
     ],
 )
-def test_backward_keeps_its_bits_and_records_every_task(arch, ep_size, grad_dtype, seed):
+def test_backward_keeps_its_bits_and_records_every_task(arch, ep_size, grad_dtype, seed, precision):
     pytest.importorskip("numba")
     from mok.tools.emulator import Emulator
 
     tile = tile_rows(arch)
-    case = random_case(Shape(160, 128, 192, 3, 4, 1, 64), seed=3)
+    inner = 192 if precision == "bf16" else 256
+    case = random_case(Shape(160, 128, inner, 3, 4, 1, 64), seed=3)
     dy = torch.randn(160, 128, generator=torch.Generator().manual_seed(4)).bfloat16()
     results = []
     for traced in (False, True):
         config = Config(2, 2, tile, tile, trace=traced)
         with (
             Emulator(arch, num_sms=6, seed=seed) as machine,
-            Layer(case, ep_size, config) as layer,
+            Layer(case, ep_size, config, precision=precision) as layer,
             watched(machine, layer),
         ):
             if ep_size > 1:

@@ -34,6 +34,7 @@ def run(layer, backward=True):
             layer.each(layer.split(dy)), *layer.arguments(layer.case), layer.case.swiglu_limit,
         )  # fmt: skip
         layer.finish()
+        assert result.context.used
     return result
 
 

@@ -139,6 +139,26 @@ def test_one_rank_gets_one_minibatch():
     assert rows <= huge.macrobatch_size < rows + 3 * 128  # kept for backward: no more than needed
 
 
+def test_one_rank_in_mxfp8_passes_the_ring():
+    """Its dispatch overlaps only what lies in another minibatch, and needs comm SMs."""
+    shape = Shape(8192, 4096, 14336, 8, 2)
+    for machine in ("h200", "gb200"):
+        m = MACHINES[machine]
+        config = Config.suggest(shape, machine, "mxfp8")
+        assert config.minibatch_size == two_wave_minibatch(shape, m.num_sms, tile_rows(m.arch))[1]
+        assert config.macrobatch_size >= 8192 * 2
+        config.check(m.arch, m.num_sms, config.bwd_num_comm_sms)
+
+
+def test_quantising_takes_comm_sms():
+    """Thin experts: dispatch quantises whatever it pulls, on Hopper too."""
+    shape = Shape.of_model(MODELS["qwen3-30b-a3b"], 8192, 8)
+    for machine in ("h200", "gb200"):
+        plain, mxfp8 = (Config.suggest(shape, machine, p) for p in ("bf16", "mxfp8"))
+        assert mxfp8.minibatch_size == plain.minibatch_size
+        assert mxfp8.bwd_num_comm_sms > plain.bwd_num_comm_sms, machine
+
+
 def test_the_ring_fits_the_rank_with_most_experts():
     """72 ranks of 384 experts: 24 of them hold six, the others five."""
     shape = Shape.of_model(MODELS["kimi-k2.5"], 8192, 72)

@@ -16,6 +16,7 @@ from mok.call import schedule_sizes
 from mok.config import Config, Shape
 from mok.errors import (
     CapacityError,
+    ContextError,
     DeviceError,
     DriverError,
     DtypeError,
@@ -348,6 +349,7 @@ def test_launches_go_to_the_workspace_s_device(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     class OnGpu:
         device = torch.device("cuda", 1)
@@ -365,6 +367,9 @@ def test_launches_go_to_the_workspace_s_device(monkeypatch):
         with refused(ResourceError, "reached", str(number)):
             call(OnGpu())
     assert entered == [OnGpu.device] * len(calls)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with refused(ResourceError, "reached", str(len(calls))):  # nothing to enter
+        calls[0](OnGpu())
 
 
 def test_a_refused_workspace_is_closed(idle, monkeypatch):
@@ -470,6 +475,14 @@ def test_backward_without_a_saved_context(idle, what):
             torch.zeros(T, H, dtype=BF16),
             *arguments().values(),
         )
+
+
+def test_a_context_used_twice(idle):
+    with workspace() as made:
+        context = context_of(made)
+        context.used = True
+        with refused(ContextError, "used", "keep_context=True", "recompute_forward_context"):
+            backward(made, context=context)
 
 
 @pytest.mark.parametrize("ring", [128, 1024])

@@ -90,7 +90,7 @@ def test_a_rank_with_a_bad_id_still_takes_part(device, step, monkeypatch):
                 SMALL, workspace, s, *recompute
             ),
             "backward": lambda s: functional.backward(
-                SMALL, workspace, s, context, given[0], *given
+                SMALL, workspace, s, context, given[0], *given, keep_context=True
             ),
         }[step]
 

@@ -214,7 +214,11 @@ def bits():
     shape = dataclasses.replace(scaled("qwen3-30b-a3b", 4096), shared_intermediate_size=832)
     case = sensitive(random_case(shape, kind="skewed", device=DEVICE, seed=2))
     found = run_layer(case, 1, CONFIG, DEVICE)
-    assert relative_l2(found.output, forward_oracle(case, torch.float64)) <= BF16_LIMIT
+    # Between its two large terms, 2^10 times the result, a sum loses up to 2^-23 of them at each step
+    # of 16 along K: the tensor core cuts off rather than rounds. Two products follow one another.
+    steps = (shape.hidden_size + max(shape.intermediate_size, 832)) / 16
+    limit = BF16_LIMIT + steps * 2.0 ** (10 - 23)
+    assert relative_l2(found.output, forward_oracle(case, torch.float64)) <= limit
     return case, found.output
 
 

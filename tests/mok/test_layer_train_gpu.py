@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,21 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def cosine(found: Tensor, want: Tensor) -> float:
+    """In FP64, part by part: copies of a model's gradients would not fit."""
+    parts = [
+        torch.stack([a @ b, a @ a, b @ b])
+        for a, b in (
+            (a.double(), b.double())
+            for a, b in zip(
+                found.flatten().split(1 << 27), want.flatten().split(1 << 27), strict=True
+            )
+        )
+    ]
+    product, a, b = torch.stack(parts).sum(0).tolist()
+    return float(product / math.sqrt(a * b))
+
+
 def gradient(case: Case) -> Tensor:
     rng = torch.Generator(device="cuda").manual_seed(9)
     return torch.randn(case.x.shape, generator=rng, device="cuda", dtype=torch.bfloat16)
@@ -92,11 +108,8 @@ def test_every_model_trains(name: str) -> None:
     for key, want in named.items():
         found = grads[key]
         error = relative_l2(found, want)
-        cosine = torch.nn.functional.cosine_similarity(
-            found.double().flatten(), want.double().flatten(), dim=0
-        )
         print(f"{name} E {case.shape.num_experts} {key}: {error:.2e}")
-        assert error <= GRADIENT_LIMIT and float(cosine) >= COSINE_LIMIT, key
+        assert error <= GRADIENT_LIMIT and cosine(found, want) >= COSINE_LIMIT, key
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,8 @@ def test_cases_of_the_group_s_size():
 def torchrun(size, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(size), "-m", "mok", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -21,6 +21,7 @@ from mok.runtime.heap import Heap, HeapOptions
 
 SIZE, VICTIM = 3, 1
 FAULTS = ("killed", "stopped", "raises", "other shape", "absent")
+IN_KERNEL = ("killed in forward", "killed in backward")
 
 
 class HostWork:
@@ -105,6 +106,55 @@ def _work(group, fault, on_gpu):
     return text, seconds, True
 
 
+def _in_kernel(group, direction):
+    """As ``_work``; the victim is killed while every rank's megakernel runs, each on its own GPU."""
+    from mok import functional
+    from mok.config import Config, Shape
+    from mok.reference import random_case, random_gradient
+    from tests.helpers_layer import Layer
+
+    torch.cuda.set_device(group.rank)
+    device = f"cuda:{group.rank}"
+    # On a few SMs, so that a kernel outlives its killed process' last actions by far.
+    case = random_case(Shape(32768, 4096, 14336, 8, 4), device=device)
+    reserved = torch.cuda.get_device_properties(device).multi_processor_count - 16
+    config = Config(8, 8, 8192, 32768, timeout_s=group.timeout_s, reserved_sms=reserved)
+    with Layer(case, group.size, config, device, group=group) as layer:
+        dy = layer.each(layer.split(random_gradient(case)))
+
+        def call():
+            result = layer.queue(save_context=True)
+            torch.cuda.synchronize()
+            group.barrier("forward")
+            begin = time.monotonic()
+            if direction == "forward":
+                layer.queue(schedule=result.schedule)
+            else:
+                functional.backward(
+                    config, layer.workspace, result.schedule, result.context, dy,
+                    *layer.arguments(case),
+                )  # fmt: skip
+            return begin
+
+        begin = call()  # kernels are loaded
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - begin
+        begin = call()
+        if group.rank == VICTIM:
+            time.sleep(seconds / 8)
+            if not torch.cuda.current_stream().query():  # or the test would show nothing
+                os.kill(os.getpid(), signal.SIGKILL)
+            return f"the kernel had ended, which took {seconds} s", 0.0, False
+        try:
+            torch.cuda.synchronize()
+            layer.workspace.check()
+            text = "nothing"
+        except MokError as error:
+            text = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - begin
+    return text, seconds, True
+
+
 def _absent(rank, folder, timeout_s):
     import torch.distributed as dist
 
@@ -120,7 +170,18 @@ def _absent(rank, folder, timeout_s):
 
 
 def run_round(fault, folder, timeout_s, on_gpu):
-    if fault == "absent":
+    size = SIZE
+    if fault in IN_KERNEL:
+        size = max(2, torch.cuda.device_count())
+        started = ranks.start(_in_kernel, size, folder, fault.split()[-1], timeout_s=timeout_s)
+        results = ranks.collect({r: p for r, p in started.items() if r != VICTIM})
+        victim, pipe = started[VICTIM]
+        victim.join(30)
+        assert victim.exitcode == -signal.SIGKILL, "the victim was not killed: " + (
+            str(pipe.recv()) if pipe.poll() else str(victim.exitcode)
+        )
+        pipe.close()
+    elif fault == "absent":
         others = [r for r in range(SIZE) if r != VICTIM]
         results = ranks.call({r: (_absent, r, str(folder), timeout_s) for r in others}, folder)
     else:
@@ -133,7 +194,7 @@ def run_round(fault, folder, timeout_s, on_gpu):
         victim.join(30)
         assert not victim.is_alive()
         pipe.close()
-    assert len(results) == SIZE - 1, f"only ranks {sorted(results)} answered"
+    assert len(results) == size - 1, f"only ranks {sorted(results)} answered"
     for rank, (state, value) in results.items():
         assert state == "ok", value
         text, seconds, worked = value
@@ -148,11 +209,23 @@ def test_on_the_host(fault, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("fault", FAULTS)
-def test_on_a_gpu(fault, tmp_path):
-    for number in range(20):
-        run_round(fault, tmp_path / str(number), 5.0, on_gpu=True)
+def test_on_a_gpu(fault, part, tmp_path):
+    """Twenty rounds, in parts that may run side by side."""
+    for number in range(5):
+        run_round(fault, tmp_path / f"{part}-{number}", 5.0, on_gpu=True)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("fault", IN_KERNEL)
+def test_killed_while_kernels_run(fault, part, tmp_path):
+    """Ten rounds a direction, in parts that may run side by side."""
+    for number in range(5):
+        run_round(fault, tmp_path / f"{part}-{number}", 5.0, on_gpu=True)
 
 
 def test_groups_of_a_store_agree_on_their_size(tmp_path):

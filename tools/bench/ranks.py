@@ -155,7 +155,7 @@ def ours(
             functional.forward(config, w, now, *values, save_context=False)
 
         def backward() -> None:
-            functional.backward(config, w, schedule, context, dy, *values)
+            functional.backward(config, w, schedule, context, dy, *values, keep_context=True)
 
         yield forward, backward, config
         torch.cuda.synchronize()

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from mok.config import Config, Shape, tile_rows
 from mok.kernels_cute.backward.program import Backward
 from mok.kernels_cute.program import Tile
 from mok.runtime.plan import plan_workspace
 
-BF16, FP32 = 2, 4
+BF16, FP32, MXFP8 = 2, 4, Fraction(33, 32)  # bytes of an element, scales included
 
 
 def memory(shape: Shape, config: Config, arch: str, precision: str = "bf16") -> dict[str, int]:
     """Bytes by purpose, for T = ``num_tokens`` at most.
-
-    With MXFP8 the heap and the workspace are what ``runtime.plan`` says; weights, context and scratch are
-    counted as BF16, an upper bound.
 
     The workspace is sized by ``runtime.plan``. The context (per layer and call) and backward's
     scratch come from torch's allocator with the shapes that ``mok.call`` and ``mok.backward_call``
     document: context x [ring, H], gate and up [ring, I], shared gate and up [T, Is]; scratch
     5 × [ring, I], dx [dx rows, H], FP32 [dx rows, I/64], two accumulators, and in a ring x and dy
     [ring, H] and FP32 [ring]; of a shared expert 3 × [T, Is], dx [T, H] and FP32 [T, Is/64].
+
+    In MXFP8 scratch has copies along the tokens, 2 × [ring, H] and 2 × [ring, I], and both orientations of
+    the routed weights lie beside the BF16 masters. With block-scaled MMAs x, dy, the gradients of gate and
+    up, w·hidden, all these copies and the quantised weights take 33/32 bytes an element.
     """
     tokens = max(1, shape.num_tokens)
     h, i, topk = shape.hidden_size, shape.intermediate_size, shape.topk
@@ -31,9 +34,12 @@ def memory(shape: Shape, config: Config, arch: str, precision: str = "bf16") -> 
     tile = Tile(m=tile_rows(arch))
     experts = shape.max_local_experts
     program = Backward(0, 0, h, i, 0, experts, config.minibatch_size, ring, tile)
-    weights = BF16 * 3 * h * (experts * i + shared)
-    context = BF16 * (ring * (2 * i + h * in_ring) + 2 * tokens * shared)
-    scratch = BF16 * (5 * ring * i + rows * h + 2 * ring * h * in_ring) + FP32 * ring * in_ring
+    routed, mxfp8 = 3 * h * experts * i, precision == "mxfp8"
+    value = MXFP8 if sizes.scaled else BF16
+    weights = BF16 * (routed + 3 * h * shared)
+    context = BF16 * (2 * ring * i + 2 * tokens * shared) + value * ring * h * in_ring
+    rows_in = in_ring * (2 + 2 * mxfp8) * h + (3 + 2 * mxfp8) * i  # quantised in MXFP8
+    scratch = BF16 * (2 * ring * i + rows * h) + value * ring * rows_in + FP32 * ring * in_ring
     scratch += FP32 * (rows * i // 64 + 2 * program.group_tasks * tile.m * tile.down_n)
     shared_scratch = 0
     if shared:
@@ -41,8 +47,9 @@ def memory(shape: Shape, config: Config, arch: str, precision: str = "bf16") -> 
     symmetric = sizes.bytes_of("symmetric")
     if in_ring:
         symmetric += BF16 * tokens * h + 2 * FP32 * tokens * topk
-    return {
+    found: dict[str, Fraction | int] = {
         "weights": weights,
+        "quantised weights": 2 * value * routed * mxfp8,
         "weight gradients": weights,
         "symmetric heap": symmetric,
         "workspace": sizes.bytes_of("local"),
@@ -51,3 +58,4 @@ def memory(shape: Shape, config: Config, arch: str, precision: str = "bf16") -> 
         "backward scratch": scratch,
         "shared expert scratch": shared_scratch,
     }
+    return {name: int(size) for name, size in found.items() if size or name != "quantised weights"}

@@ -34,6 +34,8 @@ class Costs:
     Attributes:
         comm_sms: SMs that communicate; the others, but for ``reserved_sms``, form ``workers``
             clusters of ``cluster`` CTAs.
+        precision: of the routed experts' GEMMs: on Hopper BF16.
+        quantises: rows are brought to MXFP8 when they are pulled, on Hopper too.
         tile_name: key of the machine's ``tiles``.
     """
 
@@ -46,6 +48,7 @@ class Costs:
     hidden: int
     wire_share: float
     reserved_sms: int = 0
+    quantises: bool = False
 
     @classmethod
     def ours(cls, scenario: Scenario) -> Costs:
@@ -61,6 +64,7 @@ class Costs:
             scenario.shape.hidden_size,
             33 / 64 if scenario.mxfp8_wire and scenario.precision == "mxfp8" else 1.0,
             scenario.config.reserved_sms,
+            scenario.precision == "mxfp8",
         )
 
     @property
@@ -169,7 +173,9 @@ class Costs:
         rate = np.where(pull, m["sm_pull_bytes_per_s"], m["sm_push_bytes_per_s"])
         rate = np.where(load.local == 1.0, m["sm_bytes_per_s"] / 2, rate)
         busy = np.maximum(busy, real * 2.0 * self.hidden / rate)
-        if self.precision == "mxfp8":
+        if self.quantises:
+            # Both orientations of whatever is pulled, as upstream. Ours makes the copy of x along the
+            # tokens in backward's dispatch instead of forward's: over both directions, the same work.
             elements = self.tile.comm_m * self.hidden
             busy = busy + np.where(pull, elements / t["quantise_elements_per_s"], 0.0)
         return busy + t["item_overhead_s"]

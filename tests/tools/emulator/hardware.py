@@ -3,7 +3,7 @@
 On a GPU one command writes ``tests/data/h200.json``, with the arrays that are compared within a
 tolerance beside it:
 
-    python -m tests.tools.emulator.hardware
+    python -m tests.tools.emulator.hardware [PROGRAM …]
 
 Programs whose package is missing there are left out and named.
 """
@@ -11,19 +11,22 @@ Programs whose package is missing there are left out and named.
 from __future__ import annotations
 
 import base64
+import contextlib
+import dataclasses
 import hashlib
 import importlib.util
 import json
 import sys
+import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mok.config import Shape
-from mok.reference import integer_case, integer_gradient, random_case
+from mok.reference import Case, Experts, integer_case, integer_gradient
 
 RECORD = Path(__file__).parents[2] / "data" / "h200.json"
 ARCH = "sm_90a"
@@ -31,14 +34,32 @@ Outputs = dict[str, Tensor]
 Program = Callable[[str], Outputs]  # of the device's name, "cuda" or "cpu"
 
 
+def uniform_case(shape: Shape, seed: int) -> Case:
+    """Values of eight bits, near ±1, from integers: normal ones differ by device and version of torch."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(like: Tensor, scale: float) -> Tensor:
+        values = torch.randint(-128, 128, like.shape, generator=rng)
+        return (values * (scale / 64)).to(like.dtype)
+
+    case = integer_case(shape, seed=seed)
+    inverse = 1 / 16  # about the root of 128, exactly a power of two
+    routed = [draw(w, inverse) for w in (case.routed.gate, case.routed.up, case.routed.down)]
+    weights = draw(case.router_weights, 0.5).abs()
+    return dataclasses.replace(
+        case, x=draw(case.x, 1.0), router_weights=weights, routed=Experts(*routed)
+    )
+
+
 def forward(ep_size: int, exact: bool = True, **shape) -> Program:
     """The forward layer on virtual ranks, and the rows that it saves for backward."""
 
     def run(device: str) -> Outputs:
         from tests.forward_runs import ForwardRun
+        from tests.helpers_layer import to_device
 
-        make = integer_case if exact else random_case
-        case = make(Shape(96, 128, 128, 4, 2, ep_size, **shape), seed=1, device=device)
+        make = integer_case if exact else uniform_case
+        case = to_device(make(Shape(96, 128, 128, 4, 2, ep_size, **shape), seed=1), device)
         comm = 0 if ep_size == 1 else 2
         sizes = {"minibatch": 256, "macrobatch": 512, "grid": 8, "num_comm_ctas": comm}
         layer = ForwardRun(case, ARCH, ep_size, device=device, **sizes)
@@ -79,9 +100,26 @@ def sums() -> Program:
     return run
 
 
+@contextlib.contextmanager
+def without_init(name: str) -> Iterator[None]:
+    """A package without its __init__, which imports more than is needed."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.submodule_search_locations is not None
+    before, package = sys.modules.get(name), types.ModuleType(name)
+    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+    sys.modules[name] = package
+    try:
+        yield
+    finally:
+        sys.modules.pop(name)
+        if before is not None:
+            sys.modules[name] = before
+
+
 def quack_gemm(cluster: tuple[int, int, int], **options) -> Program:
     """A dense GEMM of quack-kernels on integers."""
 
+    @without_init("quack")
     def run(device: str) -> Outputs:
         import cuda.bindings.driver as cuda
         import cutlass
@@ -194,9 +232,13 @@ def unpacked(text: str, like: Tensor) -> Tensor:
     return torch.frombuffer(raw, dtype=torch.float32).view(like.shape)
 
 
-def record(device: str) -> Iterator[tuple[str, dict[str, object] | None]]:
+def record(
+    device: str, names: Sequence[str] = ()
+) -> Iterator[tuple[str, dict[str, object] | None]]:
     """Each program's name, and its outputs as the record holds them; None where it cannot run."""
     for name, (program, package, exact) in PROGRAMS.items():
+        if names and name not in names:
+            continue
         if not available(package):
             yield name, None
             continue
@@ -212,13 +254,17 @@ def main() -> int:
         print("This records what a Hopper GPU computes, and there is none.", file=sys.stderr)
         return 2
     found: dict[str, object] = {}
-    for name, entry in record("cuda"):
+    names = sys.argv[1:]  # these alone, beside what was recorded before
+    if names and RECORD.exists():
+        found = json.loads(RECORD.read_text())["programs"]
+    for name, entry in record("cuda", names):
         print(f"{name}: {'recorded' if entry else 'left out, its package is missing'}", flush=True)
         if entry:
             found[name] = entry
     document = {"device": torch.cuda.get_device_name(), "torch": torch.__version__} | {
         "programs": found
     }
+    RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps(document, indent=1) + "\n")
     print(f"{len(found)} programs in {RECORD}")
     return 0 if len(found) >= 8 else 1

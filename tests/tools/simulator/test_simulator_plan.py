@@ -119,8 +119,18 @@ def test_nothing_to_plan_is_an_error():
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(("ep", "shared"), [(1, None), (1, 128), (2, None), (2, 128)])
-def test_memory_is_what_a_call_keeps_and_takes(ep, shared, monkeypatch):
+@pytest.mark.parametrize(
+    ("ep", "shared", "arch", "precision"),
+    [
+        (1, None, "sm_90a", "bf16"),
+        (1, 128, "sm_90a", "bf16"),
+        (2, None, "sm_90a", "bf16"),
+        (2, 128, "sm_90a", "bf16"),
+        (1, 128, "sm_90a", "mxfp8"),
+        (2, None, "sm_100a", "mxfp8"),
+    ],
+)
+def test_memory_is_what_a_call_keeps_and_takes(ep, shared, arch, precision, monkeypatch):
     """Saved context, schedule and backward's scratch, in bytes of the tensors that a call makes.
 
     Nothing is launched: only the allocations of a forward and a backward call are counted.
@@ -129,25 +139,27 @@ def test_memory_is_what_a_call_keeps_and_takes(ep, shared, monkeypatch):
     pytest.importorskip("cutlass")
     import torch
 
+    from mok import call as calls
     from mok.backward_call import BackwardCall
     from mok.reference import random_case
     from mok.runtime import barrier, compile, launch
     from mok.tools.emulator import Emulator
     from tests.helpers_layer import Layer
 
-    for module in (launch, barrier):
+    for module in (launch, barrier, calls):
         monkeypatch.setattr(module, "launch", lambda *args: None)
     monkeypatch.setattr(compile, "get_kernel", lambda spec: None)
-    case = random_case(Shape(192, 256, 192, 5, 2, 1, shared))
-    config = Config(2, 2, 128, 256)
+    inner = 192 if precision == "bf16" else 256
+    case = random_case(Shape(192, 256, inner, 5, 2, 1, shared))
+    config = Config(2, 2, 256, 512)
 
     def size(tensors) -> int:
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
-    with Emulator("sm_90a", num_sms=6), Layer(case, ep, config) as layer:
+    with Emulator(arch, num_sms=6), Layer(case, ep, config, precision=precision) as layer:
         ranks = len(layer.ranks)
         shape = dataclasses.replace(layer.shape, num_tokens=max(layer.lengths))
-        needed = memory(shape, config, "sm_90a")
+        needed = memory(shape, config, arch, precision)
         schedule = layer.build_schedule()
         context = layer.queue(schedule=schedule, save_context=True).context
         assert size(context.tensors()) == ranks * needed["saved context"]
@@ -155,6 +167,13 @@ def test_memory_is_what_a_call_keeps_and_takes(ep, shared, monkeypatch):
             held = [t for t in vars(buffers).values() if isinstance(t, torch.Tensor)]
             assert size(held) == needed["schedule"]
         x, router, gate, up, down, *routed = layer.arguments(case)
+        if precision == "mxfp8":
+            weights = [w for part in routed for w in (part if ep > 1 else [part])]
+            tensors = [
+                t for w in weights for part in (w.normal, w.transposed) for t in vars(part).values()
+            ]
+            experts = shape.num_experts / (ranks * shape.max_local_experts)
+            assert size(tensors) == ranks * experts * needed["quantised weights"]
         call = BackwardCall(
             config,
             layer.workspace,
@@ -169,6 +188,7 @@ def test_memory_is_what_a_call_keeps_and_takes(ep, shared, monkeypatch):
         call.attach(context, call.x, None, torch.bfloat16, False)
         scratch = call.scratch()
         held = [t for t in vars(scratch).values() if isinstance(t, torch.Tensor)]
+        held += scratch.scales.values()
         assert size(held) == needed["backward scratch"]
         plans = call.prepare()
         made: list[torch.Tensor] = []

@@ -152,6 +152,7 @@ class MokProgram(Program):
             None,
             None,
             *self.weights,
+            keep_context=keep,
         )
 
     def gradients(self, raw: Any) -> dict[str, Tensor]:

@@ -1,0 +1,159 @@
+"""The command of the suites: arguments, tables, sweeps, pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from mok import cli
+from mok.config import Config
+from mok.errors import MokError
+from mok.tools.bench.published import command, figures, programs, sweeps
+from mok.tools.bench.published.share import Layer, make_share
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    assert cli.main(["bench", "--suite", "published"]) == 2
+    assert "times kernels on GPUs" in capsys.readouterr().err
+
+
+def test_models_and_peers_are_checked(capsys):
+    assert cli.main(["bench", "--suite", "published", "--models", "olmoe"]) == 2
+    assert "glm-5.2" in capsys.readouterr().err
+    with pytest.raises(MokError, match="deepep-te"):
+        command.chosen(["sonic"])
+    assert command.chosen(None) == (("mok", *programs.PEERS, "upstream"), None)
+    assert command.chosen(["none"]) == (("mok",), None)
+    given = command.chosen(["nccl-torch,upstream=/x/python"])
+    assert given == (("mok", "nccl-torch", "upstream"), "/x/python")
+
+
+def rows():
+    times = {("mok", "forward"): 2.0, ("mok", "backward"): 4.0, ("nccl-torch", "forward"): 5.0}
+    return [
+        {
+            "model": "kimi-k2.5", "precision": "bf16", "pass": p, "program": n, "ms": ms,
+            "tflops": 100.0, "error": 0.0, "ok": True, "note": "", "config": None,
+        }
+        for (n, p), ms in times.items()
+    ]  # fmt: skip
+
+
+def document():
+    found = {
+        "suite": "published", "device": "NVIDIA B200", "ranks": 8, "rank": 0, "rows": rows(),
+        "published_with": figures.PUBLISHED_WITH,
+        "missing": [
+            {"model": m, "precision": "bf16", "program": "deepep-te", "reason": "not installed"}
+            for m in figures.MODELS
+        ],
+    }  # fmt: skip
+    found["speed_ups"] = figures.speed_ups(found["rows"])
+    return found | {"best": figures.best(found["speed_ups"])}
+
+
+def text_of(found):
+    out = io.StringIO()
+    command.show(found, Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_the_tables_stand_beside_the_published(tmp_path):
+    found = document()
+    text = text_of(found)
+    assert "2.50×" in text and "1.92×" in text and "NCCL + torch" in text
+    assert "none ran" in text  # backward has no peer
+    assert text.count("not run: DeepEP + Transformer Engine") == 1  # said once, not per model
+    assert command.passed(found)
+    found["rows"][2].update(ok=False, error=0.5)
+    assert not command.passed(found) and "WRONG" in text_of(found)
+    assert text_of(found | {"rank": 1}) == ""
+    command.write(found, tmp_path / "a" / "published.json")
+    assert json.loads((tmp_path / "a" / "published.json").read_text())["ranks"] == 8
+
+
+# ------------------------------------------------------------------- sweeps
+
+
+def test_sweeps_keep_the_rings_rows():
+    base = Config(16, 16, 2560, 20480)
+    found = sweeps.configs(base, "sm_100a", 148)
+    minibatches = [v for name, v, _ in found if name == "minibatch_size"]
+    assert minibatches == list(sweeps.MINIBATCHES)
+    for name, value, config in found:
+        assert config.macrobatch_size % config.minibatch_size == 0
+        assert abs(config.macrobatch_size - 20480) <= config.minibatch_size
+        if name == "comm_sms":
+            assert config.fwd_num_comm_sms == config.bwd_num_comm_sms == value
+    assert max(v for n, v, _ in sweeps.configs(base, "sm_90a", 40) if n == "comm_sms") == 16
+
+
+class Scripted:
+    """Ours, whose times are the minibatch's."""
+
+    def __init__(self, shares, precision, group, config):
+        if config.minibatch_size == 512:
+            raise MokError("too small here")
+        self.config = config
+
+    def forward(self):
+        pass
+
+    def backward(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_rows_have_the_prediction_and_the_published_time(monkeypatch, tmp_path):
+    from mok.tools.simulator import load_machine
+
+    layer = Layer("kimi-k2.5", 2048, 7168, 2048, 384, 8, 2048, 64, 384)
+    (share,) = [make_share(Layer("kimi-k2.5", 2, 64, 64, 4, 2, 0, 1, 4), 0, None, CPU)]
+    share = type("S", (), {"layer": layer, "device": CPU})()
+    monkeypatch.setattr(programs, "Ours", Scripted)
+    monkeypatch.setattr(sweeps, "_arch", lambda share: ("sm_100a", 148))
+    monkeypatch.setattr(sweeps, "COMM_SMS", (16,))
+    monkeypatch.setattr(sweeps, "predicted", lambda *a: 2.5)
+    monkeypatch.setattr(Config, "suggest", lambda *a: Config(16, 16, 2560, 20480))
+    said = []
+    rows = sweeps.run(
+        [share], None, lambda v: [v], load_machine("gb300"), "bf16", 0, 2, said.append
+    )
+    assert any("too small here" in text for text in said)
+    by = {(r["tunable"], r["value"], r["pass"]): r for r in rows}
+    assert by["minibatch_size", 2560, "forward"]["published_ms"] == 3.425
+    assert by["minibatch_size", 2560, "backward"]["published_ms"] is None
+    assert by["comm_sms", 16, "forward"]["published_ms"] is None
+    assert {r["model_ms"] for r in rows} == {2.5}
+    paths = sweeps.draw(rows, tmp_path, "GB300")
+    assert [p.name for p in paths] == ["sweep-minibatch-size.png", "sweep-comm-sms.png"]
+    assert all(p.stat().st_size > 1000 for p in paths)
+    found = {
+        "suite": "sweep", "device": "d", "ranks": 64, "rank": 0, "ep": 64, "virtual": False,
+        "rows": rows,
+    }  # fmt: skip
+    assert "3.425" in text_of(found) and command.passed(found)
+
+
+def test_predicted_is_the_simulators(monkeypatch):
+    from mok.tools.simulator import load_machine
+
+    layer = Layer("qwen3.5-397b", 512, 512, 256, 16, 2, 0, 2, 16)
+    config = Config(8, 8, 512, 512)
+    alone = sweeps.predicted(load_machine("b200"), layer, config, "forward", "bf16", False)
+    virtual = sweeps.predicted(load_machine("b200"), layer, config, "forward", "bf16", True)
+    assert 0 < alone < virtual
+    assert sweeps.predicted(None, layer, config, "forward", "bf16", False) is None

@@ -1,0 +1,1 @@
+"""The published comparison, run again: ``mok bench --suite published`` under torchrun or Slurm."""
