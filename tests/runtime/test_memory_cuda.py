@@ -51,6 +51,9 @@ class MmapDriver:
     def cuGetErrorString(self, error):
         return OK, b"as the test asked"
 
+    def cuCtxGetDevice(self):
+        return OK, 0
+
     def cuCtxPopCurrent(self):
         return OK, None
 

@@ -139,14 +139,13 @@ def test_memory_is_what_a_call_keeps_and_takes(ep, shared, arch, precision, monk
     pytest.importorskip("cutlass")
     import torch
 
-    from mok import call as calls
     from mok.backward_call import BackwardCall
     from mok.reference import random_case
     from mok.runtime import barrier, compile, launch
     from mok.tools.emulator import Emulator
     from tests.helpers_layer import Layer
 
-    for module in (launch, barrier, calls):
+    for module in (launch, barrier):
         monkeypatch.setattr(module, "launch", lambda *args: None)
     monkeypatch.setattr(compile, "get_kernel", lambda spec: None)
     inner = 192 if precision == "bf16" else 256
