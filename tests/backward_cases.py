@@ -69,6 +69,13 @@ class Layer:
         )
 
 
+LARGE_DIRECT = Layer(Shape(3000, 512, 320, 8, 4, 1, 192), kind="skewed", macrobatch=4, gated=True)
+LARGE_RING = Layer(
+    Shape(3000, 512, 320, 10, 4, 1, 192), kind="dropped", ep_size=3, direct=False, macrobatch=4,
+    lengths=(2000, 0, 1000),
+)  # fmt: skip
+
+
 def emulated(run: BackwardRun, num_sms: int, seed: int | None = None) -> Gradients:
     """The run in an emulator. With a seed on the adversarial machine, whose checkers must be silent."""
     with Emulator(run.arch, num_sms=num_sms, seed=seed) as emulator:

@@ -1,7 +1,8 @@
 """The Hopper backward kernel and those around it against the reference: exact cases bit for bit."""
 
+import dataclasses
+
 import pytest
-import torch
 
 pytest.importorskip("cutlass")
 
@@ -11,7 +12,14 @@ from mok.reference import (
     backward_oracle,
     relative_l2,
 )
-from tests.backward_cases import Layer, assert_same, emulated, exact_run
+from tests.backward_cases import (
+    LARGE_DIRECT,
+    LARGE_RING,
+    Layer,
+    assert_same,
+    emulated,
+    exact_run,
+)
 
 ARCH = "sm_90a"
 
@@ -61,27 +69,7 @@ def test_grad_modes_in_the_emulator(grad_mode):
 
 # ------------------------------------------------------------------ GPU
 
-LARGE = [
-    *DIRECT,
-    *RING,
-    Layer(Shape(3000, 512, 320, 8, 4, 1, 192), kind="skewed", macrobatch=4, gated=True),
-    Layer(
-        Shape(3000, 512, 320, 10, 4, 1, 192),
-        kind="dropped",
-        ep_size=3,
-        direct=False,
-        macrobatch=4,
-        lengths=(2000, 0, 1000),
-        limit=128.0,
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def hopper():
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("this is for Hopper")
-    return torch.device("cuda")
+LARGE = [*DIRECT, *RING, LARGE_DIRECT, dataclasses.replace(LARGE_RING, limit=128.0)]
 
 
 @pytest.mark.gpu

@@ -1,31 +1,21 @@
 """Kernels whose first warpgroup runs ahead: exact, and without a report on the adversarial machine."""
 
 import pytest
-import torch
 
 pytest.importorskip("cutlass")
 
 from mok.config import Shape
-from mok.reference import forward_loop, integer_case
+from mok.reference import integer_case
 from tests.backward_cases import Layer, assert_same, exact_run
 from tests.backward_cases import emulated as emulated_backward
-from tests.forward_runs import ForwardRun, emulated
+from tests.forward_runs import exact_on_hopper
 
 pytestmark = pytest.mark.emulator
 
 
 def forward(ep_size, seed, hidden=320, **config):
     case = integer_case(Shape(200, hidden, 256, 4, 2, ep_size, 192), seed=1)
-    grid, comm = (4, 0) if ep_size == 1 else (6, 2)
-    with emulated("sm_90a", 6, seed) as emulator:
-        emulator.check = seed is not None
-        layer = ForwardRun(
-            case, "sm_90a", ep_size, minibatch=256, macrobatch=512, grid=grid,
-            num_comm_ctas=comm, **config,
-        )  # fmt: skip
-        output = layer.run(emulator.register if emulator.check else None)
-    assert not emulator.report.findings, "\n".join(map(str, emulator.report.findings))
-    assert torch.equal(output, forward_loop(case).to(torch.bfloat16))
+    exact_on_hopper(case, ep_size, seed, minibatch=256, macrobatch=512, **config)
 
 
 def test_forward():

@@ -1,15 +1,14 @@
 """Hopper kernels built for pairs of CTAs: exact, and without a report on the adversarial machine."""
 
 import pytest
-import torch
 
 pytest.importorskip("cutlass")
 
 from mok.config import Shape
-from mok.reference import forward_loop, integer_case
+from mok.reference import integer_case
 from tests.backward_cases import Layer, assert_same, exact_run
 from tests.backward_cases import emulated as emulated_backward
-from tests.forward_runs import ForwardRun, emulated
+from tests.forward_runs import exact_on_hopper
 
 pytestmark = pytest.mark.emulator
 
@@ -17,16 +16,7 @@ pytestmark = pytest.mark.emulator
 def forward(ep_size, seed, tokens=300, experts=3, **config):
     """Experts of odd and even numbers of blocks, odd numbers of column tiles, several minibatches."""
     case = integer_case(Shape(tokens, 320, 320, experts, 2, ep_size, 192), seed=1)
-    grid, comm = (4, 0) if ep_size == 1 else (6, 2)
-    with emulated("sm_90a", 6, seed) as emulator:
-        emulator.check = seed is not None
-        layer = ForwardRun(
-            case, "sm_90a", ep_size, minibatch=384, macrobatch=768, grid=grid,
-            num_comm_ctas=comm, pair=True, **config,
-        )  # fmt: skip
-        output = layer.run(emulator.register if emulator.check else None)
-    assert not emulator.report.findings, "\n".join(map(str, emulator.report.findings))
-    assert torch.equal(output, forward_loop(case).to(torch.bfloat16))
+    exact_on_hopper(case, ep_size, seed, minibatch=384, macrobatch=768, pair=True, **config)
 
 
 def test_forward():

@@ -7,30 +7,13 @@ pytest.importorskip("cutlass")
 
 from mok.config import Shape
 from mok.reference import forward_loop, integer_case
-from tests.backward_cases import Layer, assert_same, exact_run
+from tests.backward_cases import LARGE_DIRECT, LARGE_RING, assert_same, exact_run
 from tests.forward_runs import ForwardRun
 
 pytestmark = pytest.mark.gpu
 
 VARIANTS = [{"lead": 1}, {"lead": 2}, {"pair": True}, {"pair": True, "lead": 2, "limited": False}]
-LAYERS = [
-    Layer(Shape(3000, 512, 320, 8, 4, 1, 192), kind="skewed", macrobatch=4, gated=True),
-    Layer(
-        Shape(3000, 512, 320, 10, 4, 1, 192),
-        kind="dropped",
-        ep_size=3,
-        direct=False,
-        macrobatch=4,
-        lengths=(2000, 0, 1000),
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def hopper():
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("this is for Hopper")
-    return torch.device("cuda")
+LAYERS = [LARGE_DIRECT, LARGE_RING]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

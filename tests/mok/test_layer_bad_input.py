@@ -437,14 +437,10 @@ def gradient_buffers(dtype: torch.dtype = BF16) -> list[Any]:
 
 def backward(made, *, context=None, grad_output=None, **options: Any) -> None:
     functional.backward(
-        SMALL,
-        made,
-        schedule_of(made),
-        context_of(made) if context is None else context,
+        SMALL, made, schedule_of(made), context_of(made) if context is None else context,
         torch.zeros(T, H, dtype=BF16) if grad_output is None else grad_output,
-        *arguments().values(),
-        **options,
-    )
+        *arguments().values(), **options,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -468,13 +464,9 @@ def unsaved(made, what: str) -> functional.ForwardContext | None:
 def test_backward_without_a_saved_context(idle, what):
     with workspace() as made, refused(MokError, "context", "save_context"):
         functional.backward(
-            SMALL,
-            made,
-            schedule_of(made),
-            unsaved(made, what),
-            torch.zeros(T, H, dtype=BF16),
+            SMALL, made, schedule_of(made), unsaved(made, what), torch.zeros(T, H, dtype=BF16),
             *arguments().values(),
-        )
+        )  # fmt: skip
 
 
 def test_a_context_used_twice(idle):
