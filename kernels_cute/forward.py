@@ -70,7 +70,7 @@ class ForwardKernel(ForwardRoles):
         trace: bool = False,
         name: str = "mok_forward",
         lead: int | None = None,
-        pair: bool | None = None,
+        pair: bool = False,
         limited: bool = True,
     ):
         if mxfp8 and direct:

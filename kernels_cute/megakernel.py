@@ -105,8 +105,9 @@ class MegaKernel(PairTurns):
         mxfp8: routed experts in MXFP8. ``self.scaled`` says whether the MMA takes block scales.
         store_stages: staging buffers.
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second, so that one multiplies
-            while the other is in its epilogue; 0 leaves it to chance, with staging buffers in common.
-        pair: clusters of two CTAs that share B (``pairs``); Hopper. None, as for ``lead``: the machine's.
+            while the other is in its epilogue; 0 leaves it to chance, with staging buffers in common. None: the
+            machine's.
+        pair: clusters of two CTAs that share B (``pairs``), in BF16 on Hopper.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -125,7 +126,7 @@ class MegaKernel(PairTurns):
         mxfp8: bool = False,
         store_stages: int = 2,
         lead: int | None = None,
-        pair: bool | None = None,
+        pair: bool = False,
     ):
         self.arch = arch
         self.direct = direct
@@ -139,14 +140,12 @@ class MegaKernel(PairTurns):
         self.hopper = self.machine is HOPPER
         if lead is None:
             lead = self.machine.lead
-        if pair is None:
-            pair = self.machine.cluster > self.machine.ctas and not mxfp8
-        if pair and (not self.hopper or mxfp8):
+        if pair and (not self.machine.pairs or mxfp8):
             raise ResourceError(
                 "pairs that share B are for BF16 on Hopper", f"{arch}, mxfp8={mxfp8}"
             )
         self.pair = pair
-        self.ctas = 2 if pair else self.machine.ctas
+        self.ctas = self.machine.cluster(pair)
         if self.hopper:
             gather_warps = 2 if direct else 0
             self.first_gather_warp = 2

@@ -81,7 +81,8 @@ class ForwardRun:
         self.minibatch, self.macrobatch = minibatch, macrobatch
         self.grid, self.num_comm_ctas, self.ep_size = grid, num_comm_ctas, ep_size
         self.tile = machine_of(arch).tile_m
-        check_launch(arch, grid, num_comm_ctas, num_sms, minibatch, macrobatch)
+        pair = config.get("pair", False)
+        check_launch(arch, grid, num_comm_ctas, num_sms, minibatch, macrobatch, pair)
         self.kernel = forward_kernel(arch, direct=self.direct, **config)
         self.ids = case.top_experts.split(self.lengths)
         num_experts = case.routed.gate.shape[0]

@@ -79,7 +79,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         mxfp8: bool = False,
         wire: bool = False,
         lead: int | None = None,
-        pair: bool | None = None,
+        pair: bool = False,
         limited: bool = True,
     ):
         if wire and not mxfp8:
