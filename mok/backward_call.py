@@ -290,6 +290,7 @@ class BackwardCall(Call):
             "peer_token_idx": at(b.peer_token_idx),
             "block_expert": at(b.block_expert),
             "num_rows": at(b.num_rows),
+            "expert_offset": at(b.expert_offset),
             "tables": at(tables),
             "groups": at(groups),
             "counts": at(counts),

@@ -250,6 +250,7 @@ class _Rank:
             "peer_token_idx": some(self.schedule.peer_token_idx),
             "block_expert": some(self.schedule.block_expert),
             "num_rows": self.num_rows,
+            "expert_offset": self.expert_offset,
         }
         ring, tokens = run.macrobatch, self.tokens
         self.saved = {
