@@ -103,6 +103,7 @@ class LaunchFacts:
     comm_ctas: int
     minibatch: int
     ring: int  # rows
+    pair: bool = False  # CTAs work in pairs, with two tasks a ticket
 
     @property
     def ring_slots(self) -> int:
@@ -372,8 +373,8 @@ class Call:
                 self.stream,
             )
 
-    def launch_shape(self, comm_sms: int) -> tuple[int, int]:
-        """(CTAs, comm CTAs) of a megakernel, in whole clusters.
+    def launch_shape(self, comm_sms: int) -> tuple[int, int, bool]:
+        """(CTAs, comm CTAs, whether they work in pairs) of a megakernel, in whole clusters.
 
         ``schedule_capacity_multiplier`` is a hint of the rows this rank gets, as a fraction of all routes:
         no more CTAs than such a call has tasks. Work is drawn by ticket, so any grid computes everything.
@@ -381,11 +382,14 @@ class Call:
         otherwise no more than fit.
         """
         from mok.kernels import scheduling_of
-        from mok.kernels_cute.machine import launch_grid, machine_of
+        from mok.kernels_cute.machine import launch_grid, machine_of, works_in_pairs
 
-        cluster = machine_of(self.workspace.arch).cluster
-        usable = (num_sms(self.workspace) - self.config.reserved_sms) // cluster * cluster
-        comm = 0 if self.direct else -(-comm_sms // cluster) * cluster
+        arch, sms, reserved = self.workspace.arch, num_sms(self.workspace), self.config.reserved_sms
+        comm = 0 if self.direct else comm_sms
+        pair = works_in_pairs(arch, sms, reserved, comm, self.mxfp8)
+        cluster = machine_of(arch).cluster(pair)
+        comm = -(-comm // cluster) * cluster
+        usable = (sms - reserved) // cluster * cluster
         if comm + cluster > usable:
             raise ResourceError(
                 f"comm SMs and one cluster of {cluster} must fit the usable SMs",
@@ -396,9 +400,8 @@ class Call:
         rows = max(1, math.ceil(routes * self.config.schedule_capacity_multiplier))
         per_block = -(-2 * self.shape.intermediate_size // 256) + -(-self.shape.hidden_size // 256)
         tasks = -(-rows // self.sizes.tile) * per_block
-        arch = self.workspace.arch
         scheduling = scheduling_of(arch, self.config.launch_control)
-        return launch_grid(arch, scheduling, usable, comm, tasks), comm
+        return launch_grid(arch, scheduling, usable, comm, tasks, pair), comm, pair
 
     def run_forward(
         self, i: int, context: ForwardContext | None, recompute: bool = False
@@ -463,8 +466,8 @@ class Call:
         from mok.runtime.compile import get_kernel
 
         w, s, c, rank = self.workspace, self.sizes, self.config, self.local_ranks[i]
-        grid, comm = self.launch_shape(c.fwd_num_comm_sms)
-        options = (c.launch_control, c.trace, self.mxfp8, s.wire, self.limited)
+        grid, comm, pair = self.launch_shape(c.fwd_num_comm_sms)
+        options = (c.launch_control, c.trace, self.mxfp8, s.wire, self.limited, pair)
         if recompute:
             spec = kernels.recompute_spec(w.arch, self.direct, *options)
         else:
@@ -473,7 +476,7 @@ class Call:
         return Plan(
             config=c,
             kernel=get_kernel(spec),
-            facts=LaunchFacts(name, grid, comm, c.minibatch_size, self.ring),
+            facts=LaunchFacts(name, grid, comm, c.minibatch_size, self.ring, pair),
             buffers=tuple(self._addresses(w.hidden, w.y, w.shared_hidden)),
             heap=(
                 w.x.base_address if w.x is not None else 0,

@@ -48,8 +48,11 @@ class ScheduleBuffers:
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Of what the megakernels read: peer_rank, peer_token_idx, block_expert, num_rows."""
-        read = (self.peer_rank, self.peer_token_idx, self.block_expert, self.num_rows)
+        """Of what the megakernels read: peer_rank, peer_token_idx, block_expert, num_rows, expert_offset."""
+        read = (
+            self.peer_rank, self.peer_token_idx, self.block_expert, self.num_rows,
+            self.expert_offset,
+        )  # fmt: skip
         return tuple(t.data_ptr() for t in read)
 
 
