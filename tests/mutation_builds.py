@@ -10,6 +10,7 @@ Few stages, so that each is filled again and again. The cases of a build differ 
     idle     nothing for the comm workers, more clusters than tasks
     late     comm workers so slow that what they wait for is there at the first look
     many     eight row blocks of a minibatch, so that the rows of a down task are there at the first look
+    queued   six row blocks of own tokens, so that those of a shared down task are
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ HALVES = Shape(440, 64, 128, 4, 2, shared_intermediate_size=64)
 IDLE = Shape(32, 64, 64, 2, 1, shared_intermediate_size=64)
 LATE = Shape(1200, 256, 64, 4, 1, shared_intermediate_size=64)
 MANY = Shape(64, 64, 128, 16, 2, shared_intermediate_size=64)
+QUEUED = Shape(2600, 64, 64, 2, 1, shared_intermediate_size=64)
 DIRECT_MANY = Shape(700, 64, 128, 8, 2, shared_intermediate_size=64)
 # With all rows on one rank; on Hopper, whose tile has half the rows.
 DIRECT_WIDE = Shape(300, 512, 256, 2, 1, shared_intermediate_size=256)
@@ -183,6 +185,7 @@ BUILDS: dict[str, Build] = {
         Forward(IDLE, 1, 24, 8, 4, "one_expert"),
         Forward(LATE, 2, 16, 12, 2),
         Forward(MANY, 8, 16, 8, 2, minibatch=8),
+        Forward(QUEUED, 2, 16, 10, 4),
     ),
     "direct": ForwardBuild(
         "sm_100a",
