@@ -72,13 +72,14 @@ class Build:
 
 
 class ForwardBuild(Build):
-    """The forward kernel in one rank's launch."""
+    """The forward kernel in one rank's launch; ``pair``: the build for pairs of Hopper's CTAs."""
 
-    def __init__(self, arch: str, direct: bool, *cases: Forward):
+    def __init__(self, arch: str, direct: bool, *cases: Forward, pair: bool = False):
         self.arch, self.direct, self.cases = arch, direct, cases
+        self.config: dict[str, Any] = {"stages": STAGES} | ({"pair": True} if pair else {})
 
     def ptx(self) -> str:
-        return forward_kernel(self.arch, direct=self.direct, mxfp8=False, stages=STAGES).ptx
+        return forward_kernel(self.arch, direct=self.direct, mxfp8=False, **self.config).ptx
 
     def run(self, case: Forward, rewrite: Rewrite, seed: int | None) -> tuple[Outcome, set[int]]:
         tile = machine_of(self.arch).tile_m
@@ -93,7 +94,7 @@ class ForwardBuild(Build):
                 grid=case.grid,
                 num_comm_ctas=case.num_comm_ctas,
                 num_sms=case.num_sms,
-                stages=STAGES,
+                **self.config,
             )
             # The rank with fewer rows: with all routes to one expert, it has none.
             rows = [schedule.num_tokens for schedule in run.schedules]
@@ -116,8 +117,9 @@ class Backward(NamedTuple):
 class BackwardBuild(Build):
     """The backward kernel in rank 0's launch; forward and the plan have run before, undamaged."""
 
-    def __init__(self, arch: str, *cases: Backward):
+    def __init__(self, arch: str, *cases: Backward, pair: bool = False):
         self.arch, self.cases = arch, cases
+        self.config: dict[str, Any] = {"stages": STAGES} | ({"pair": True} if pair else {})
         self.ready: dict[Backward, tuple[BackwardRun, _Rank, torch.Tensor]] = {}
 
     def prepare(self, case: Backward) -> tuple[BackwardRun, _Rank, torch.Tensor]:
@@ -128,7 +130,7 @@ class BackwardBuild(Build):
                 self.arch,
                 grid=case.grid,
                 num_comm_ctas=case.num_comm_ctas,
-                stages=STAGES,
+                **self.config,
             )
             rank = _Rank(run, 0)
             with emulated(self.arch, case.num_sms) as emu:
@@ -230,16 +232,42 @@ BUILDS: dict[str, Build] = {
         Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 12, 6),
         Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 24, 4),
     ),
+    "hopper-pair-ring": ForwardBuild(
+        "sm_90a",
+        False,
+        Forward(SMALL, 1, 4, 4, 2),
+        Forward(HALF_WIDE, 1, 6, 6, 2),
+        Forward(HALF_SHARED, 2, 8, 8, 4),
+        Forward(HALVES, 2, 8, 8, 4),
+        Forward(IDLE, 1, 12, 12, 4, "one_expert"),
+        Forward(LATE, 2, 10, 10, 2),
+        Forward(MANY, 8, 8, 8, 2, minibatch=8),
+        pair=True,
+    ),
+    "hopper-pair-direct": ForwardBuild(
+        "sm_90a",
+        True,
+        Forward(SMALL, 1, 2, 2),
+        Forward(HALF_WIDE, 1, 2, 2),
+        Forward(HALF_SHARED, 2, 6, 6),
+        Forward(HALVES, 2, 6, 6),
+        Forward(IDLE, 1, 12, 12, 0, "one_expert"),
+        Forward(DIRECT_MANY, 8, 6, 6, minibatch=8),
+        pair=True,
+    ),
+    # Of Hopper's backward builds those that layers launch.
     "hopper-backward-ring": BackwardBuild(
         "sm_90a",
-        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 3, 3, 1),
-        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), "random", 2, False, 1, 1), 4, 4, 2),
-        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", 2, False, 1, 1), 8, 8, 4),
+        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 4, 4, 2),
+        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), "random", 2, False, 1, 1), 8, 8, 4),
+        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", 2, False, 1, 1), 12, 12, 4),
+        pair=True,
     ),
     "hopper-backward-direct": BackwardBuild(
         "sm_90a",
         Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "few_experts", macrobatch=1), 2, 2),
-        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 4, 4),
-        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 8, 8),
+        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 6, 6),
+        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 12, 12),
+        pair=True,
     ),
 }
