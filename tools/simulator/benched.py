@@ -22,12 +22,17 @@ from typing import Any
 from mok.config import Config, Shape
 from mok.errors import MokError
 from mok.tools.simulator.compare import records
-from mok.tools.simulator.engine import Engine, Rates
 from mok.tools.simulator.load import loads
 from mok.tools.simulator.machine import Machine, known_machines, load_machine
 from mok.tools.simulator.routing import Routing, recorded
 from mok.tools.simulator.scenario import Direction, Scenario
-from mok.tools.simulator.simulate import build, simulate, surroundings
+from mok.tools.simulator.simulate import (
+    at_power_limit,
+    flops_of,
+    play_rank,
+    simulate,
+    surroundings,
+)
 from mok.tools.simulator.tilecost import Costs
 
 LIMITS = {"median": 0.06, "worst": 0.15}
@@ -50,13 +55,17 @@ def _sizes(s: Shape) -> tuple[int, ...]:
 
 def virtual_ms(scenario: Scenario) -> float:
     """Milliseconds of a call whose ranks run one after another on one GPU."""
-    m, total = scenario.machine, 0.0
-    rates = Rates(m["hbm_bytes_per_s"], m.nvlink, m["network_bytes_per_s"], m["signal_s"])
-    for load in loads(scenario, Costs.ours(scenario).tile.m):
-        before, after = surroundings(scenario, load)
-        total += sum(before.values()) + sum(after.values())
-        total += Engine(build(scenario, load), rates).play().end
-    return 1e3 * total
+    all_loads = loads(scenario, Costs.ours(scenario).tile.m)
+    flops = sum(flops_of(scenario, load) for load in all_loads)
+
+    def play(now: Scenario) -> tuple[float, float, float]:
+        total = 0.0
+        for load in all_loads:
+            before, after = surroundings(now, load)
+            total += sum(before.values()) + sum(after.values()) + play_rank(now, load)[1].end
+        return total, flops, total
+
+    return 1e3 * at_power_limit(scenario, play)
 
 
 def read(path: str | Path) -> dict[str, Any]:
