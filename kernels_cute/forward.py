@@ -50,6 +50,9 @@ class ForwardKernel(ForwardRoles):
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
+        by_expert: runs of row blocks that share weights end with their expert. Changes no bit.
+        expert_m: row blocks of such a run, at most; even.
+        hints: Hopper: L2 gives up weights and results before other data. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -70,25 +73,32 @@ class ForwardKernel(ForwardRoles):
         trace: bool = False,
         name: str = "mok_forward",
         lead: int | None = None,
-        pair: bool | None = None,
+        pair: bool = False,
         limited: bool = True,
+        by_expert: bool = False,
+        expert_m: int = 24,
+        hints: bool = False,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
-        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8, lead=lead, pair=pair)
+        super().__init__(
+            arch, direct, tile_n, stages, scheduling, mxfp8, lead=lead, pair=pair, hints=hints
+        )
         self.wire = wire
         self.save_context = save_context or recompute
         self.recompute = recompute
         self.trace = trace
         self.limited = limited
+        self.by_expert = by_expert
         self.name = name
         self.tile = Tile(
             m=self.machine.tile_m,
             up_n=tile_n // 2,
             down_n=tile_n,
             group_m=self.machine.group_m if group_m is None else group_m,
+            expert_m=expert_m,
             signals=self.machine.ctas,
         )
 
@@ -106,6 +116,7 @@ class ForwardKernel(ForwardRoles):
         peer_token_idx: Int64,  # int32 [rows]
         block_expert: Int64,  # int32 [blocks]
         num_rows: Int64,  # int32 [1]
+        expert_offset: Int64,  # int32 [El + 1]
         x_ring: Int64,  # bf16 [macrobatch, H] (ring); e4m3 with mxfp8 on Blackwell
         hidden: Int64,  # bf16 [macrobatch, I]; e4m3 with mxfp8 on Blackwell
         y: Int64,  # bf16 [y_rows, H]: the ring's rows, or all rows (direct)
@@ -188,6 +199,7 @@ class ForwardKernel(ForwardRoles):
         )
         schedule = Schedule(
             int_ptr(num_rows),
+            int_ptr(expert_offset),
             int_ptr(block_expert),
             comm.Rows(
                 int_ptr(peer_rank),

@@ -62,6 +62,7 @@ class Schedule(NamedTuple):
     """The schedule's device arrays."""
 
     num_rows: cute.Pointer  # int32 [1]: padded rows of this rank
+    expert_offset: cute.Pointer  # int32 [El + 1]: first row of each expert
     block_expert: cute.Pointer  # int32 [blocks]: local expert of a row block
     rows: comm.Rows
 
@@ -138,6 +139,7 @@ class ForwardRoles(MegaKernel):
             tile=self.tile,
             ops=DSL,
             recompute=self.recompute,
+            run=self.expert_run(ctx),
         )
 
     @cute.jit

@@ -20,8 +20,8 @@ class Machine:
     """What a mainloop is built for.
 
     Attributes:
-        ctas: CTAs that work on one task.
-        cluster: CTAs of a cluster. Where they are more than a task's, the BF16 kernels work in pairs (``pairs``).
+        ctas: CTAs that work on one task: a cluster.
+        pairs: whether the BF16 kernels have builds whose clusters are two CTAs with a task each (``pairs``).
         lead: the default of the kernels' argument.
         tile_m: rows of a task; each CTA holds 128 of them.
         tmem_columns: columns of tensor memory, 0 where accumulators live in registers.
@@ -33,7 +33,7 @@ class Machine:
 
     name: str
     ctas: int
-    cluster: int
+    pairs: bool
     lead: int
     tile_m: int
     tmem_columns: int
@@ -56,9 +56,13 @@ class Machine:
         staging = store_stages * 128 * CHUNK_N * 2
         return CONTROL_BYTES + stages * self.stage_bytes(tile_n, scaled) + staging
 
+    def cluster(self, pair: bool) -> int:
+        """CTAs of a cluster."""
+        return 2 if pair else self.ctas
 
-HOPPER = Machine("Hopper", 1, 1, 0, 128, 0, 0, 4, 0, 16, ("tickets",))
-BLACKWELL = Machine("Blackwell", 2, 2, 0, 256, 512, 2, 6, 5, 8, ("clc", "tickets"))
+
+HOPPER = Machine("Hopper", 1, True, 0, 128, 0, 0, 4, 0, 16, ("tickets",))
+BLACKWELL = Machine("Blackwell", 2, False, 0, 256, 512, 2, 6, 5, 8, ("clc", "tickets"))
 MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
 
@@ -133,16 +137,37 @@ def check_scheduling(arch: str, scheduling: str | None) -> str:
     return scheduling
 
 
+def works_in_pairs(
+    arch: str, num_sms: int, reserved_sms: int, num_comm_ctas: int, mxfp8: bool = False
+) -> bool:
+    """Whether a launch takes the build for pairs of CTAs; the other one gives the same bits.
+
+    A pair needs two SMs near each other. Other kernels may hold ``reserved_sms`` of the device's ``num_sms`` for
+    as long as they like, in the worst case one of each of as many pairs. The launch must be able to run to its end
+    on the others: all comm workers and two compute CTAs at once. Comm workers of an odd number stay single, too.
+    """
+    whole = num_sms // 2 - reserved_sms
+    needed = num_comm_ctas // 2 + 1
+    return machine_of(arch).pairs and not mxfp8 and num_comm_ctas % 2 == 0 and needed <= whole
+
+
 def launch_grid(
-    arch: str, scheduling: str | None, num_sms: int, num_comm_ctas: int, tasks: int
+    arch: str,
+    scheduling: str | None,
+    num_sms: int,
+    num_comm_ctas: int,
+    tasks: int,
+    pair: bool = False,
 ) -> int:
     """CTAs to launch for about ``tasks`` compute tasks (a hint: any grid computes everything).
+
+    ``pair``: for the build that works in pairs.
 
     With launch control one cluster per task, so that clusters which are not running can be cancelled or,
     when someone else needs the SMs, started later; otherwise what fits ``num_sms`` at once.
     """
     machine = machine_of(arch)
-    cluster = machine.cluster
+    cluster = machine.cluster(pair)
     clusters = -(-machine.ctas * max(1, tasks) // cluster)
     wanted = num_comm_ctas + cluster * clusters
     if check_scheduling(arch, scheduling) == "clc":
@@ -151,29 +176,37 @@ def launch_grid(
 
 
 def check_launch(
-    arch: str, grid: int, num_comm_ctas: int, num_sms: int, minibatch: int, macrobatch: int
+    arch: str,
+    grid: int,
+    num_comm_ctas: int,
+    num_sms: int,
+    minibatch: int,
+    macrobatch: int,
+    pair: bool = False,
 ) -> None:
     """Refuse a launch that could not run to its end, or whose sizes do not match the tile.
 
     Args:
         grid: CTAs. num_comm_ctas: of these, comm workers. num_sms: usable SMs.
+        pair: of the build that works in pairs.
 
     Raises:
         ResourceError: the rule, the value and what to change.
     """
     machine = machine_of(arch)
+    cluster = machine.cluster(pair)
     for name, value in (("grid", grid), ("num_comm_ctas", num_comm_ctas)):
-        if value % machine.cluster:
+        if value % cluster:
             raise ResourceError(
-                f"{name} must be a multiple of the cluster's {machine.cluster} CTAs on {arch}",
+                f"{name} must be a multiple of the cluster's {cluster} CTAs on {arch}",
                 value,
-                f"Use {-(-value // machine.cluster) * machine.cluster}.",
+                f"Use {-(-value // cluster) * cluster}.",
             )
     for name, value in (("the grid", grid), ("the usable SMs", num_sms)):
-        if num_comm_ctas + machine.cluster > value:
+        if num_comm_ctas + cluster > value:
             raise ResourceError(
-                f"comm workers and one compute cluster of {machine.cluster} must fit {name}",
-                f"{num_comm_ctas} + {machine.cluster} > {value}",
+                f"comm workers and one compute cluster of {cluster} must fit {name}",
+                f"{num_comm_ctas} + {cluster} > {value}",
                 "Use fewer comm SMs, or free SMs.",
             )
     if minibatch % machine.tile_m or macrobatch % max(minibatch, 1) or minibatch <= 0:

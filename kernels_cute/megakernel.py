@@ -105,14 +105,17 @@ class MegaKernel(PairTurns):
         mxfp8: routed experts in MXFP8. ``self.scaled`` says whether the MMA takes block scales.
         store_stages: staging buffers.
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second, so that one multiplies
-            while the other is in its epilogue; 0 leaves it to chance, with staging buffers in common.
-        pair: clusters of two CTAs that share B (``pairs``); Hopper. None, as for ``lead``: the machine's.
+            while the other is in its epilogue; 0 leaves it to chance, with staging buffers in common. None: the
+            machine's.
+        pair: clusters of two CTAs that share B (``pairs``), in BF16 on Hopper.
+        hints: L2 gives up weights and results before other data, on Hopper.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
     """
 
     trace = False  # record begin and end of every task
+    by_expert = False  # runs of row blocks that share weights end with their expert
     quantises = False  # warps of their own quantise results (Blackwell, where none gathers)
 
     def __init__(
@@ -125,7 +128,8 @@ class MegaKernel(PairTurns):
         mxfp8: bool = False,
         store_stages: int = 2,
         lead: int | None = None,
-        pair: bool | None = None,
+        pair: bool = False,
+        hints: bool = False,
     ):
         self.arch = arch
         self.direct = direct
@@ -139,22 +143,23 @@ class MegaKernel(PairTurns):
         self.hopper = self.machine is HOPPER
         if lead is None:
             lead = self.machine.lead
-        if pair is None:
-            pair = self.machine.cluster > self.machine.ctas and not mxfp8
-        if pair and (not self.hopper or mxfp8):
+        if pair and (not self.machine.pairs or mxfp8):
             raise ResourceError(
                 "pairs that share B are for BF16 on Hopper", f"{arch}, mxfp8={mxfp8}"
             )
         self.pair = pair
-        self.ctas = 2 if pair else self.machine.ctas
+        if hints and not self.hopper:
+            raise ResourceError("hints are for Hopper", arch)
+        self.ctas = self.machine.cluster(pair)
         if self.hopper:
             gather_warps = 2 if direct else 0
             self.first_gather_warp = 2
             if not 0 <= lead < stages:
                 raise ResourceError("lead must be at least 0 and less than stages", lead)
-            self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps, lead, pair)
+            self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps, lead, pair, hints)
             kind = HalfStaging if lead > 0 else Staging
             self.staging = kind(self.mainloop.CTA_ROWS, 8, store_stages)
+            self.staging.hints = hints
             self.readers = 1 + gather_warps + 8  # store, gather, MMA
         else:
             gather_warps = 4 if direct else 0
@@ -388,6 +393,20 @@ class MegaKernel(PairTurns):
             elif cutlass.const_expr(self.quantises):
                 self.quantise_role(ctx, shared)
             self.cluster_sync()
+
+    def expert_run(self, ctx):
+        """``program.Run`` of the schedule; None where runs of row blocks do not end with their expert."""
+        if not self.by_expert:
+            return None
+        schedule, tile = ctx.schedule, self.tile.m
+
+        def run(block, exists):
+            at = (schedule.block_expert + block).toint()
+            at = (schedule.expert_offset + ptx.load_if(at, exists, Int32(0))).toint()
+            ends = [ptx.load_if(at + Int64(4 * i), exists, Int32(0)) for i in range(2)]
+            return ends[0] // tile, ends[1] // tile
+
+        return run
 
     # A kernel whose ``decode`` looks tickets up, which only grow, can carry how far it has got.
 

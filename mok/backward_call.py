@@ -269,8 +269,9 @@ class BackwardCall(Call):
         shared_grads = [self._new(T, Is) if Is else None for _ in range(3)]
         shared_partial = self._new(T, Is // 64, dtype=torch.float32) if Is else None
         shared_dx = self._new(T, H) if Is else None
-        grid, comm = self.launch_shape(self.config.bwd_num_comm_sms)
-        w.last_launch = LaunchFacts("backward", grid, comm, self.config.minibatch_size, self.ring)
+        grid, comm, pair = self.launch_shape(self.config.bwd_num_comm_sms)
+        minibatch = self.config.minibatch_size
+        w.last_launch = LaunchFacts("backward", grid, comm, minibatch, self.ring, pair)
         heap = None if self.direct else w.backward
         grads, at = self.grads[i], self._address
         shared = self.shared or (None, None, None)
@@ -289,6 +290,7 @@ class BackwardCall(Call):
             "peer_token_idx": at(b.peer_token_idx),
             "block_expert": at(b.block_expert),
             "num_rows": at(b.num_rows),
+            "expert_offset": at(b.expert_offset),
             "tables": at(tables),
             "groups": at(groups),
             "counts": at(counts),
@@ -365,6 +367,7 @@ class BackwardCall(Call):
                     self.mxfp8,
                     self.sizes.wire,
                     self.limited,
+                    pair,
                 )
             ),
             *arguments.values(),

@@ -22,15 +22,17 @@ def forward_spec(
     mxfp8: bool = False,
     wire: bool = False,
     limited: bool = False,
+    pair: bool | None = None,
 ) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank, BF16) gathers rows in place, without the ring.
 
     ``trace`` records begin and end of every task; ``mxfp8``: routed experts in MXFP8;
-    ``wire``: x travels quantised; ``limited``: SwiGLU clamps at the call's limit.
+    ``wire``: x travels quantised; ``limited``: SwiGLU clamps at the call's limit; ``pair``: work in pairs
+    of CTAs, None where the machine can.
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
-    name, config = _variant(name, config, mxfp8, wire, limited)
+    name, config = _variant(name, arch, config, mxfp8, wire, limited, pair)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
@@ -43,11 +45,12 @@ def recompute_spec(
     mxfp8: bool = False,
     wire: bool = False,
     limited: bool = False,
+    pair: bool | None = None,
 ) -> KernelSpec:
     """The kernel that rebuilds a forward call's saved context."""
     config = {"direct": direct, "save_context": True, "recompute": True}
     name = f"recompute_{_path(direct)}"
-    name, config = _variant(name, config, mxfp8, wire, limited)
+    name, config = _variant(name, arch, config, mxfp8, wire, limited, pair)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 
 
@@ -130,11 +133,12 @@ def backward_spec(
     mxfp8: bool = False,
     wire: bool = False,
     limited: bool = False,
+    pair: bool | None = None,
 ) -> KernelSpec:
     """The backward megakernel; ``grad_mode``: how weight gradients are written, one of "bf16",
     "fp32", "bf16_add" and "fp32_add" (added to what is there). Other arguments as forward's."""
     name = f"backward_{_path(direct)}_{grad_mode}"
-    name, more = _variant(name, {}, mxfp8, wire, limited)
+    name, more = _variant(name, arch, {}, mxfp8, wire, limited, pair)
     return _for_machine(
         name, arch, BACKWARD, launch_control, trace, direct=direct, grad_mode=grad_mode, **more
     )
@@ -223,10 +227,20 @@ def _for_machine(
 
 
 def _variant(
-    name: str, config: dict[str, bool], mxfp8: bool, wire: bool, limited: bool
+    name: str,
+    arch: str,
+    config: dict[str, bool],
+    mxfp8: bool,
+    wire: bool,
+    limited: bool,
+    pair: bool | None,
 ) -> tuple[str, dict[str, bool]]:
-    """A kernel's name and configuration with MXFP8 experts, with MXFP8 on the wire, and with a clamp."""
-    config = {**config, "limited": limited}
+    """A kernel's name and configuration with MXFP8 experts, with MXFP8 on the wire, with a clamp, in pairs."""
+    pairs = machine_of(arch).pairs and not mxfp8
+    pair = pairs if pair is None else pair
+    config = {**config, "limited": limited, "pair": pair}
+    if pairs and not pair:
+        name = f"{name}_single"
     if limited:
         name = f"{name}_limited"
     if mxfp8:

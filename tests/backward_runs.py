@@ -89,7 +89,7 @@ class BackwardRun:
         self.arch = arch or arch_of(case.x.device)
         self.limited = case.swiglu_limit is not None
         self.scaled = mxfp8 and machine_of(self.arch).scaled_stages > 0  # E4M3 and scales
-        spec = kernels.backward_spec(self.arch, direct, grad_mode, limited=self.limited)
+        spec = kernels.backward_spec(self.arch, direct, grad_mode, limited=self.limited, pair=False)
         if config:
             spec = replace(spec, config=tuple(sorted({**dict(spec.config), **config}.items())))
         self.spec = spec
@@ -250,6 +250,7 @@ class _Rank:
             "peer_token_idx": some(self.schedule.peer_token_idx),
             "block_expert": some(self.schedule.block_expert),
             "num_rows": self.num_rows,
+            "expert_offset": self.expert_offset,
         }
         ring, tokens = run.macrobatch, self.tokens
         self.saved = {
@@ -353,7 +354,12 @@ class _Rank:
         self.keep.append((hidden, hidden_scales))
         call(
             kernels.forward_spec(
-                run.arch, run.direct, save_context=True, mxfp8=run.mxfp8, limited=run.limited
+                run.arch,
+                run.direct,
+                save_context=True,
+                mxfp8=run.mxfp8,
+                limited=run.limited,
+                pair=False,
             ),
             run.device,
             x=run.views["x"][self.rank],

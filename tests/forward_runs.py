@@ -25,6 +25,7 @@ from mok.runtime.launch import launch
 from tests.helpers import stream_of
 
 FACTORY = "mok.kernels_cute.forward:ForwardKernel"
+SCHEDULE = ("peer_rank", "peer_token_idx", "block_expert", "num_rows", "expert_offset")
 TIMEOUT_NS = 30_000_000_000
 
 
@@ -81,7 +82,8 @@ class ForwardRun:
         self.minibatch, self.macrobatch = minibatch, macrobatch
         self.grid, self.num_comm_ctas, self.ep_size = grid, num_comm_ctas, ep_size
         self.tile = machine_of(arch).tile_m
-        check_launch(arch, grid, num_comm_ctas, num_sms, minibatch, macrobatch)
+        pair = config.get("pair", False)
+        check_launch(arch, grid, num_comm_ctas, num_sms, minibatch, macrobatch, pair)
         self.kernel = forward_kernel(arch, direct=self.direct, **config)
         self.ids = case.top_experts.split(self.lengths)
         num_experts = case.routed.gate.shape[0]
@@ -131,6 +133,7 @@ class ForwardRun:
         blocks = max(rows // self.tile, 1)
         minibatches = -(-rows // self.minibatch) + 1
         layout = counter_layout(minibatches, blocks, -(-tokens // self.tile))
+        padded = (schedule.tokens_per_expert + self.tile - 1) // self.tile * self.tile
         words = lambda size: torch.zeros(max(size, 1), dtype=torch.int32, device=self.device)  # noqa: E731
         x = self.empty(tokens, hidden)
         x[:tokens] = self.x_of[rank]
@@ -148,6 +151,9 @@ class ForwardRun:
             "peer_token_idx": schedule.peer_token_idx.to(self.device),
             "block_expert": schedule.block_expert.to(self.device),
             "num_rows": torch.tensor([rows], dtype=torch.int32, device=self.device),
+            "expert_offset": torch.cat([padded.new_zeros(1), padded.cumsum(0).int()]).to(
+                self.device
+            ),
             "counters": words(layout.size),
         }
         for name in ("peer_rank", "peer_token_idx", "block_expert"):
@@ -187,7 +193,7 @@ class ForwardRun:
             self.kernel,
             x.data_ptr(),
             *(t.data_ptr() for t in (*weights, *shared)),
-            *(b[n].data_ptr() for n in ("peer_rank", "peer_token_idx", "block_expert", "num_rows")),
+            *(b[n].data_ptr() for n in SCHEDULE),
             *(b[n].data_ptr() for n in ("x_ring", "hidden", "y", "shared_hidden", "shared_y")),
             *(b[n].data_ptr() for n in ("gate", "up", "shared_gate", "shared_up")),
             *(t.data_ptr() for t in scales),

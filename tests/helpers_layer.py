@@ -47,7 +47,8 @@ class Result:
 
     @property
     def tasks_drawn(self) -> int:
-        return self.counters["ticket"][0]
+        """Tasks whose tickets were drawn; a pair's ticket stands for two."""
+        return self.counters["ticket"][0] * (2 if self.facts.pair else 1)
 
     @property
     def minibatches(self) -> int:

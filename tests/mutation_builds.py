@@ -227,4 +227,16 @@ BUILDS: dict[str, Build] = {
         Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 12, 6),
         Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 24, 4),
     ),
+    "hopper-backward-ring": BackwardBuild(
+        "sm_90a",
+        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 3, 3, 1),
+        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), "random", 2, False, 1, 1), 4, 4, 2),
+        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", 2, False, 1, 1), 8, 8, 4),
+    ),
+    "hopper-backward-direct": BackwardBuild(
+        "sm_90a",
+        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "few_experts", macrobatch=1), 2, 2),
+        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 4, 4),
+        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 8, 8),
+    ),
 }

@@ -60,6 +60,8 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
+        by_expert, expert_m, hints: as ``ForwardKernel``'s. Change no bit.
+        weight_m: row tiles that share a column tile of a weight gradient; None: ``group_m``. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -79,8 +81,12 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         mxfp8: bool = False,
         wire: bool = False,
         lead: int | None = None,
-        pair: bool | None = None,
+        pair: bool = False,
         limited: bool = True,
+        by_expert: bool = False,
+        expert_m: int = 24,
+        weight_m: int | None = None,
+        hints: bool = False,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
@@ -94,7 +100,9 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
             stages = BLACKWELL_STAGES
         # With block scales a stage is larger; there the three are freed together.
         store_stages = 2 if hopper else 3 if mxfp8 else 4
-        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, lead, pair)
+        super().__init__(
+            arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, lead, pair, hints
+        )
         if self.scaled:
             # They, not the store warp, read what dgrad down of routed experts stages.
             self.quantises = True
@@ -105,7 +113,8 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         self.limited = limited
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
-        self.tile = backward_tile(self.machine, group_m)
+        self.tile = backward_tile(self.machine, group_m, expert_m, weight_m)
+        self.by_expert = by_expert
         self.chunks = self.tile.down_n // CHUNK_N
         # Hopper: stages behind a dgrad down's operands, in which gate and up arrive and results leave.
         self.chunk_steps = self.chunks if hopper else 0
@@ -129,6 +138,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
             macrobatch=sizes.macrobatch,
             tile=self.tile,
             ops=DSL,
+            run=self.expert_run(ctx),
         )
 
     def over_rows(self, side: str, address, rows, columns, batch=None):
@@ -160,6 +170,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         peer_token_idx: Int64,  # int32 [rows]
         block_expert: Int64,  # int32 [blocks]
         num_rows: Int64,  # int32 [1]
+        expert_offset: Int64,  # int32 [El + 1]
         tables: Int64,  # int32 [TABLES][table_stride]
         groups: Int64,  # int32 [max_groups][GROUP_WORDS]
         counts: Int64,  # int32 [2]
@@ -348,6 +359,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         outputs = Outputs(dw_gate, dw_up, dw_down, shared_dw_gate, shared_dw_up, shared_dw_down)
         schedule = Schedule(
             int_ptr(num_rows),
+            int_ptr(expert_offset),
             int_ptr(block_expert),
             comm.Rows(int_ptr(peer_rank), int_ptr(peer_token_idx), rank_stride, Int64(hidden) * 2),
             int_ptr(tables),

@@ -111,6 +111,7 @@ class Schedule(NamedTuple):
     """The schedule's and the plan's device arrays."""
 
     num_rows: cute.Pointer  # int32 [1]
+    expert_offset: cute.Pointer  # int32 [El + 1]: first row of each expert
     block_expert: cute.Pointer  # int32 [blocks]
     rows: comm.Rows
     tables: cute.Pointer  # int32 [TABLES][table_stride]

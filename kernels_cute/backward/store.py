@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .. import sync
-from ..gemm.operands import view
+from ..gemm.operands import streamed, view
 from ..megakernel import MegaKernel
 from ..queue import next_slot
 from .program import DDOWN, DX, END, REPLAY, SHARED, WDOWN, WGATE
@@ -146,8 +146,9 @@ class StoreRoles(MegaKernel):
             written ^= Int32(1) << at
             for target, slot in zip(targets, (at, 2 * at, 2 * at + 1)):
                 cute.copy(
-                    target.atom, target.tXsX[None, slot], target.tXgX[None, row_tile, column, 0]
-                )
+                    target.atom, target.tXsX[None, slot], target.tXgX[None, row_tile, column, 0],
+                    **streamed(self.staging.hints),
+                )  # fmt: skip
             cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(c > 0):
                 cute.arch.cp_async_bulk_wait_group(1, read=True)

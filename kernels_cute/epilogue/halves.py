@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, sw128_atom
+from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, streamed, sw128_atom
 from ..queue import broadcast
 from ..sync import advance
 from .staging import Staging
@@ -135,7 +135,7 @@ class HalfStaging(Staging):
                     with cute.arch.elect_one():
                         cute.copy(
                             target.atom, target.tXsX[None, at],
-                            target.tXgX[None, row, column, batch],
+                            target.tXgX[None, row, column, batch], **streamed(self.hints),
                         )  # fmt: skip
                         cute.arch.cp_async_bulk_commit_group()
             if pending >= 0:

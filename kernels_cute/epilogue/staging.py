@@ -10,7 +10,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .. import ptx, sync
-from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, sw128_atom
+from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, streamed, sw128_atom
 from ..invariant import Invariant
 from ..sync import advance, select
 
@@ -27,6 +27,7 @@ class Staging(Invariant):
     CHUNK_N = 64
     PIECES = 1  # calls of ``put`` that fill a buffer
     BARRIERS = 1  # of each kind per buffer
+    hints = False  # L2 need not keep results
     readers = 1  # warps that free a buffer: the store warp, and others that read some tiles instead
 
     def __init__(self, tile_m: int, producer_warps: int, stages: int = 2):
@@ -163,8 +164,9 @@ class Staging(Invariant):
         # Unlike a TMA load, a store of the DSL does not elect a lane: PTX would issue one per lane.
         with cute.arch.elect_one():
             cute.copy(
-                target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch]
-            )
+                target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch],
+                **streamed(self.hints),
+            )  # fmt: skip
             cute.arch.cp_async_bulk_commit_group()
         if cutlass.const_expr(not first):
             cute.arch.cp_async_bulk_wait_group(1, read=True)

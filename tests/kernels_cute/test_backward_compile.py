@@ -30,6 +30,10 @@ def builds():
                 *kernels.backward_kernels(arch, has_shared=True, grad_mode=mode),
             )
         }
+        if machine_of(arch).pairs:
+            for direct in (True, False):
+                once.add(kernels.forward_spec(arch, direct, save_context=True, pair=False))
+                once.add(kernels.backward_spec(arch, direct, pair=False))
         for spec in sorted(once, key=str):
             # Compiled in other tests, too, or small; the rest takes many minutes.
             common = arch in ARCHS and dict(spec.config).get("grad_mode", "bf16") == "bf16"

@@ -14,6 +14,7 @@ from mok.kernels_cute.machine import (
     check_tile,
     launch_grid,
     machine_of,
+    works_in_pairs,
 )
 
 
@@ -60,6 +61,9 @@ def test_launches():
     check_launch("sm_100a", 148, 16, 148, 2560, 131072 // 2560 * 2560)
     check_launch("sm_100a", 18, 16, 18, 256, 256)  # the minimum: comm workers and one pair
     check_launch("sm_90a", 17, 16, 17, 128, 128)
+    check_launch("sm_90a", 18, 16, 18, 128, 128, pair=True)
+    with pytest.raises(ResourceError, match="grid must be a multiple of the cluster's 2 CTAs"):
+        check_launch("sm_90a", 17, 14, 17, 128, 128, pair=True)
     for arguments, message in [
         (("sm_100a", 147, 16, 148, 256, 256), "grid must be a multiple of the cluster's 2 CTAs"),
         (("sm_100a", 148, 15, 148, 256, 256), "num_comm_ctas must be a multiple"),
@@ -77,9 +81,24 @@ def test_launches():
 def test_grids():
     assert launch_grid("sm_90a", None, 132, 16, 1000) == 132
     assert launch_grid("sm_90a", None, 132, 16, 5) == 21
+    assert launch_grid("sm_90a", None, 132, 16, 5, pair=True) == 22
+    assert launch_grid("sm_90a", None, 131, 16, 1000, pair=True) == 130
     assert launch_grid("sm_100a", None, 148, 16, 1000) == 2016  # one cluster per task
     assert launch_grid("sm_100a", "tickets", 147, 16, 1000) == 146
     assert launch_grid("sm_103a", None, 148, 0, 0) == 2  # an empty call still needs a cluster
+
+
+def test_pairs_where_they_cannot_wait_for_ever():
+    def found(num_sms, reserved, comm, arch="sm_90a", **options):
+        return works_in_pairs(arch, num_sms, reserved, comm, **options)
+
+    assert found(132, 0, 0) and found(132, 8, 16) and found(2, 0, 0)
+    assert not found(132, 0, 16, mxfp8=True) and not found(148, 0, 16, "sm_100a")
+    assert not found(132, 0, 15)  # a pair is either comm workers or not
+    assert found(4, 0, 2) and not found(3, 0, 2)  # a pair of each kind
+    # 132 SMs are 66 pairs. Where 57 other CTAs sit on an SM of another pair each, 9 are left.
+    assert found(132, 57, 16) and not found(132, 58, 16)
+    assert found(132, 65, 0) and not found(132, 66, 0)
 
 
 def test_kernel_classes_refuse_before_compiling():

@@ -55,6 +55,24 @@ def test_an_empty_call_sums_nothing():
 
 @pytest.mark.parametrize("reserved", [0, 1, 3])
 @pytest.mark.parametrize("ep_size", [1, 2])
+def test_the_grid_leaves_reserved_sms_free_in_whole_pairs(ep_size, reserved):
+    """Each SM that another kernel holds may be one of another pair."""
+    case = integer_case(Shape(150, 64, 256, 8, 3))
+    config = dataclasses.replace(SMALL, reserved_sms=reserved, schedule_capacity_multiplier=4.0)
+    with emulator(num_sms=7) as machine:
+        found = run_layer(case, ep_size, config)
+    comm = 0 if ep_size == 1 else 2
+    pair = reserved + comm // 2 + 1 <= 3
+    grid = (7 - reserved) // 2 * 2 if pair else 7 - reserved
+    facts = found.facts
+    assert (facts.grid, facts.comm_ctas, facts.pair) == (grid, comm, pair)
+    launches = [r for r in machine.report.launches if r.kernel.startswith("forward")]
+    assert [r.grid[0] for r in launches] == [grid] * ep_size
+    assert all(("single" in r.kernel) == (not pair) for r in launches)
+
+
+@pytest.mark.parametrize("reserved", [1, 3])
+@pytest.mark.parametrize("ep_size", [2])
 def test_the_grid_leaves_reserved_sms_free(ep_size, reserved):
     case = integer_case(Shape(150, 64, 256, 8, 3))
     config = dataclasses.replace(
@@ -63,7 +81,7 @@ def test_the_grid_leaves_reserved_sms_free(ep_size, reserved):
     with emulator(num_sms=7) as machine:
         found = run_layer(case, ep_size, config)
     assert found.facts.grid == 7 - reserved
-    assert found.facts.comm_ctas == (0 if ep_size == 1 else 1)
+    assert found.facts.comm_ctas == 1  # an odd number: no pairs
     grids = [r.grid[0] for r in machine.report.launches if r.kernel.startswith("forward")]
     assert grids == [7 - reserved] * ep_size
 
@@ -84,8 +102,9 @@ def test_counters_tell_what_was_done(ep_size):
     assert counters["hidden_ready"][:blocks] == [up] * blocks
     assert counters["shared_hidden_ready"][:shared_blocks] == [1] * shared_blocks
     tasks = blocks * (up + down) + shared_blocks * (1 + down)
-    # Each compute CTA also draws numbers past the end, one of them ahead.
-    assert tasks < found.tasks_drawn <= tasks + 2 * (facts.grid - facts.comm_ctas)
+    # Each pair also draws numbers past the end, one of them ahead.
+    assert facts.pair
+    assert tasks < found.tasks_drawn <= tasks + 1 + 2 * (facts.grid - facts.comm_ctas)
     if ep_size > 1:
         per_block = counters["x_ready"][0]
         assert counters["x_ready"][:blocks] == counters["y_free"][:blocks] == [per_block] * blocks

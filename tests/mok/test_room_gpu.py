@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,9 +87,40 @@ def test_a_kernel_with_priority_starts_before_the_layer_ends(case, ep_size, dire
     assert early == RUNS, f"in {early} of {RUNS} runs"
 
 
+@pytest.mark.parametrize("held", [8, 57, 66, 100])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("ep_size", [1, 2])
-def test_a_kernel_that_holds_sms_delays_but_never_hangs(case, ep_size, direction):
+def test_a_layer_ends_beside_kernels_for_which_it_left_room(case, ep_size, direction, held):
+    """Wherever they sit: 57 CTAs may leave nine pairs of SMs, and 66 none, which takes kernels of single CTAs."""
+    sms = device_info().num_sms
+    if sms < 110:
+        pytest.skip(f"needs 110 SMs: there are {sms}")
+    suggested = Config.suggest(case.shape, "cuda")
+    config = dataclasses.replace(
+        suggested, fwd_num_comm_sms=8, bwd_num_comm_sms=8, reserved_sms=held, timeout_s=20.0
+    )
+    timed = Timed(case, ep_size, config, direction)
+    other, released = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    with timed.layer:
+        want = timed()
+        comm = 0 if ep_size == 1 else 8
+        assert timed.layer.workspace.last_launch.pair == (held + comm // 2 + 1 <= sms // 2)
+        torch.cuda.synchronize()
+        hold()(held, 500_000_000, other.cuda_stream)
+        with torch.cuda.stream(other):
+            released.record()
+        time.sleep(0.01)  # it has its SMs
+        found = timed()
+        torch.cuda.synchronize()
+        timed.layer.workspace.check()
+        assert torch.equal(found, want)
+        assert timed.end.elapsed_time(released) > 0, "the layer waited for the other kernel"
+
+
+@pytest.mark.parametrize("held", [4, 66])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_kernel_that_holds_sms_delays_but_never_hangs(case, ep_size, direction, held):
     config = dataclasses.replace(Config.suggest(case.shape, "cuda"), timeout_s=20.0)
     timed = Timed(case, ep_size, config, direction)
     other = torch.cuda.Stream(priority=-1)
@@ -97,7 +129,7 @@ def test_a_kernel_that_holds_sms_delays_but_never_hangs(case, ep_size, direction
         want = timed()
         torch.cuda.synchronize()
         for _ in range(RUNS):
-            hold()(4, 20_000_000, other.cuda_stream)  # 20 ms on 4 SMs
+            hold()(held, 20_000_000, other.cuda_stream)  # for 20 ms
             found = timed()
             torch.cuda.synchronize()
             timed.layer.workspace.check()
