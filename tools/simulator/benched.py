@@ -91,8 +91,8 @@ def compare_bench(document: dict[str, Any]) -> list[dict[str, Any]]:
         if row["program"].split("-")[0] != "mok" or not row["ok"]:
             continue
         sizes = tuple(row["shape"][name] for name in "THIEK")
-        ep, config = _config(row["note"])
-        model = _predict(machine, sizes, ep, config, row["pass"], document["regime"])
+        ep, config, pairs = _config(row["note"])
+        model = _predict(machine, sizes, ep, config, row["pass"], document["regime"], pairs)
         rows.append(
             {
                 "name": f"{row['shape']['name']} {','.join(map(str, sizes))}",
@@ -132,15 +132,16 @@ def _machine(document: dict[str, Any]) -> Machine:
     raise MokError("the GPU of a bench.json must be a known machine", name)
 
 
-def _config(note: str) -> tuple[int, Config]:
-    """EP and tunables, as ``MokProgram`` notes them."""
+def _config(note: str) -> tuple[int, Config, bool]:
+    """EP, tunables, and whether CTAs worked in pairs, as ``MokProgram`` notes them."""
     found = re.fullmatch(
-        r"EP (\d+), minibatch (\d+), macrobatch (\d+)(?:, comm SMs (\d+)/(\d+))?", note
+        r"EP (\d+), minibatch (\d+), macrobatch (\d+)(?:, comm SMs (\d+)/(\d+))?(, pairs)?", note
     )
     if found is None:
         raise MokError("a row's note must tell EP and tunables", repr(note))
-    ep, minibatch, macrobatch, forward, backward = (int(g) if g else 8 for g in found.groups())
-    return ep, Config(forward, backward, minibatch, macrobatch)
+    *sizes, pairs = found.groups()
+    ep, minibatch, macrobatch, forward, backward = (int(g) if g else 8 for g in sizes)
+    return ep, Config(forward, backward, minibatch, macrobatch), pairs is not None
 
 
 @cache
@@ -157,7 +158,7 @@ def _routing(sizes: tuple[int, ...], ep: int, kind: str, seed: int) -> Routing:
 
 def _predict(
     machine: Machine, sizes: tuple[int, ...], ep: int, config: Config, name: str,
-    regime: dict[str, Any],
+    regime: dict[str, Any], pairs: bool,
 ) -> float:  # fmt: skip
     tokens, hidden, inner, experts, topk = sizes
     if tokens % ep:
@@ -171,7 +172,7 @@ def _predict(
             continue
         scenario = Scenario(
             shape, config, machine, direction, routing=routing, virtual=ep > 1,
-            save_context=name == "both",
+            save_context=name == "both", pairs=pairs,
         )  # fmt: skip
         total += virtual_ms(scenario) if ep > 1 else simulate(scenario).ms
     return total

@@ -31,6 +31,7 @@ NAMES = (
     "local_latency_s",
     "signal_s",
     "launch_s",
+    "schedule_s",
     "barrier_s",
     "network_bytes_per_s",
     "network_latency_s",
@@ -104,18 +105,19 @@ class Machine:
         peak = self["fp8_flop_per_clock" if fp8 else "bf16_flop_per_clock"] * self["clock_hz"]
         return peak * self.gain * self.tiles[("fp8_" if fp8 else "") + tile]
 
-    def clock_gain(self, flops: float, saved: float = 0.0) -> float:
+    def clock_gain(self, flops: float, compute_sms: int, saved: float = 0.0) -> float:
         """The clock at the power limit, over ``clock_hz``, of a GPU that sustains ``flops`` FLOP/s.
 
         Dynamic power is (F + F0)·V², with F0 what everything but the tensor cores takes, as FLOP/s, and V
         proportional to the clock f. So at the limit f grows as (F + F0)^(-1/2) (``power_exponent``), from
-        ``clock_hz`` at ``power_flops``, up to ``clock_headroom``.
+        ``clock_hz`` at ``power_flops``, up to ``clock_headroom``. SMs that do not multiply take no F0.
 
         Args:
             saved: share of the power that this kernel does not take.
         """
-        limit = self["power_flops"] + self["power_base_flops"]
-        taken = (flops + self["power_base_flops"]) * (1.0 - saved)
+        base = self["power_base_flops"]
+        taken = (flops + base * compute_sms / self.num_sms) * (1.0 - saved)
+        limit = self["power_flops"] + base
         return min((taken / limit) ** -self["power_exponent"], self["clock_headroom"])
 
     def at(self, gain: float) -> Machine:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from mok.tools.simulator import ours, ours_backward, upstream
 from mok.tools.simulator.engine import Engine, Outcome, Rates
 from mok.tools.simulator.load import RankLoad, critical, loads
+from mok.tools.simulator.pairs import paired
 from mok.tools.simulator.scenario import Scenario
 from mok.tools.simulator.tilecost import Costs
 from mok.tools.simulator.work import Work
@@ -102,12 +103,14 @@ def at_power_limit(scenario: Scenario, play: Callable[[Scenario], tuple[float, f
         play: scenario → (seconds, useful FLOP, result).
     """
     machine = scenario.machine
+    saved = Costs.ours(scenario).table["pair_power"] if scenario.in_pairs else 0.0
+    compute = machine.num_sms - scenario.comm_sms - scenario.config.reserved_sms
     gain = _start_gain(scenario)
     found = None
     for _ in range(ROUNDS):
         now = dataclasses.replace(scenario, machine=machine.at(gain))
         seconds, flops, found = play(now)
-        wanted = machine.clock_gain(flops / seconds)
+        wanted = machine.clock_gain(flops / seconds, compute, saved)
         if abs(wanted / gain - 1) < SETTLED:
             break
         gain = wanted ** (2 / 3) * gain ** (1 / 3)  # the rate grows with the clock
@@ -132,13 +135,11 @@ def _start_gain(scenario: Scenario) -> float:
 
 def build(scenario: Scenario, load: RankLoad) -> Work:
     """The kernel's work on one rank."""
+    backward = scenario.direction == "backward"
     if scenario.program == "upstream":
-        if scenario.direction == "backward":
-            return upstream.backward(scenario, load)
-        return upstream.forward(scenario, load)
-    if scenario.direction == "backward":
-        return ours_backward.backward(scenario, load)
-    return ours.forward(scenario, load)
+        return upstream.backward(scenario, load) if backward else upstream.forward(scenario, load)
+    work = ours_backward.backward(scenario, load) if backward else ours.forward(scenario, load)
+    return paired(work) if scenario.in_pairs else work
 
 
 def surroundings(scenario: Scenario, load: RankLoad) -> tuple[dict[str, float], dict[str, float]]:
@@ -152,10 +153,12 @@ def surroundings(scenario: Scenario, load: RankLoad) -> tuple[dict[str, float], 
     ids = 4.0 * topk * float(scenario.routes.tokens.sum())
     before: dict[str, float] = {}
     if scenario.direction == "forward":
-        before["schedule"] = 3 * launch + 2 * barrier + 3 * ids / hbm + 12e-6
-    heap = 0 if scenario.direct else 2 if scenario.direction == "backward" else 1
-    if heap:
-        before["copy to heap"] = launch + heap * 2 * tokens * row / hbm
+        before["schedule"] = 2 * (launch + barrier) + 3 * ids / hbm + m["schedule_s"]
+    copies = 0 if scenario.direct else 2 if scenario.direction == "backward" else 1
+    if copies:
+        before["copy to heap"] = copies * (launch + 2 * tokens * row / hbm)
+    # Counters are cleared; backward plans its weight gradients.
+    before["launches"] = (2 if scenario.direction != "backward" else 3) * launch
     if barrier:
         before["barrier before"] = barrier
     after: dict[str, float] = {}
@@ -163,7 +166,8 @@ def surroundings(scenario: Scenario, load: RankLoad) -> tuple[dict[str, float], 
         if barrier:
             after["barrier after"] = barrier
         rows = topk + 1 + has_shared
-        after["token sum"] = launch + tokens * rows * row / hbm
+        sums = 2 if scenario.direction == "backward" else 1  # and router-weight gradients
+        after["token sum"] = sums * launch + tokens * rows * row / hbm
     return before, after
 
 
@@ -200,7 +204,7 @@ def _result(scenario: Scenario, load: RankLoad, work: Work, outcome: Outcome) ->
         rank=load.rank,
         rows=load.rows,
         routes=load.routes,
-        tasks=len(work.tasks),
+        tasks=int(work.notes.get("tasks", len(work.tasks))),
         items=len(work.items),
         flops=flops_of(scenario, load),
         outcome=outcome,
