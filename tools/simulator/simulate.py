@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -61,8 +62,10 @@ class Result:
         return {name: getattr(self, name) for name in names}
 
 
-def simulate(scenario: Scenario, record: bool = False) -> Result:
+def simulate(scenario: Scenario, record: bool = False, start_gain: float = 1.0) -> Result:
     """Simulate one call; ``record`` keeps every task's times in ``Result.outcome.events``.
+
+    ``start_gain``: the ``Machine.gain`` of a call like this one; nearer the truth is sooner found.
 
     Raises:
         MokError: the scenario is impossible.
@@ -80,7 +83,7 @@ def simulate(scenario: Scenario, record: bool = False) -> Result:
         found = _result(now, *best[1:])
         return found.ms / 1e3, found.flops, found
 
-    return at_power_limit(scenario, play)
+    return at_power_limit(scenario, play, start_gain)
 
 
 def play_rank(scenario: Scenario, load: RankLoad, record: bool = False) -> tuple[Work, Outcome]:
@@ -92,45 +95,38 @@ def play_rank(scenario: Scenario, load: RankLoad, record: bool = False) -> tuple
 
 
 T = TypeVar("T")
-ROUNDS = 4
-SETTLED = 0.01  # of the clock
+ROUNDS = 5
+SETTLED = 0.003  # of the clock
 
 
-def at_power_limit(scenario: Scenario, play: Callable[[Scenario], tuple[float, float, T]]) -> T:
+def at_power_limit(
+    scenario: Scenario, play: Callable[[Scenario], tuple[float, float, T]], start: float = 1.0
+) -> T:
     """What ``play`` gives at the clock that the power limit allows for the rate that it finds.
 
     Args:
         play: scenario → (seconds, useful FLOP, result).
+        start: a guess of the clock over ``clock_hz``.
     """
     machine = scenario.machine
     saved = Costs.ours(scenario).table["pair_power"] if scenario.in_pairs else 0.0
     compute = machine.num_sms - scenario.comm_sms - scenario.config.reserved_sms
-    gain = _start_gain(scenario)
-    found = None
-    for _ in range(ROUNDS):
-        now = dataclasses.replace(scenario, machine=machine.at(gain))
-        seconds, flops, found = play(now)
+    gain = min(start, machine["clock_headroom"])
+    tried: list[
+        tuple[float, float]
+    ] = []  # logarithms: of the clock, and of how far it is from its limit
+    while True:
+        seconds, flops, found = play(dataclasses.replace(scenario, machine=machine.at(gain)))
         wanted = machine.clock_gain(flops / seconds, compute, saved)
-        if abs(wanted / gain - 1) < SETTLED:
-            break
-        gain = wanted ** (2 / 3) * gain ** (1 / 3)  # the rate grows with the clock
-    assert found is not None
-    _gains[_key(scenario)] = gain
-    return found
-
-
-_gains: dict[tuple[Any, ...], float] = {}
-"""Clocks of calls that were simulated before: where the next ones like them begin."""
-
-
-def _key(scenario: Scenario) -> tuple[Any, ...]:
-    return (scenario.machine.name, scenario.shape, scenario.direction, scenario.precision)
-
-
-def _start_gain(scenario: Scenario) -> float:
-    if scenario.machine["power_exponent"] == 0:
-        return min(1.0, scenario.machine["clock_headroom"])
-    return _gains.get(_key(scenario), 1.0)
+        off = math.log(wanted / gain)
+        if abs(off) < SETTLED or len(tried) == ROUNDS:
+            return found
+        tried.append((math.log(gain), off))
+        slope = -1.5  # a higher clock gives a higher rate, which allows a lower clock
+        if len(tried) > 1:
+            (x0, y0), (x1, y1) = tried[-2:]
+            slope = min(-1.0, (y1 - y0) / (x1 - x0))
+        gain = min(gain * math.exp(-off / slope), machine["clock_headroom"])
 
 
 def build(scenario: Scenario, load: RankLoad) -> Work:
