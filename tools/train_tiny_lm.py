@@ -273,6 +273,7 @@ def report(
 
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     run = done[0][0]
+    checks = compare(done)
     document = {
         "device": name,
         "torch": torch.__version__,
@@ -282,7 +283,7 @@ def report(
             {"layer": r.layer, "seed": r.seed, "repeat": r.repeat, "end": end(l), "losses": l}
             for r, l in done
         ],
-        "checks": compare(done),
+        "checks": checks,
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "curves.json").write_text(json.dumps(document) + "\n")
@@ -291,10 +292,10 @@ def report(
     for run, losses in done:
         table.add_row(run.name, f"{end(losses):.4f}")
     console.print(table)
-    for check in document["checks"]:
+    for check in checks:
         mark = "[green]ok[/]" if check["ok"] else "[red]WRONG[/]"
         console.print(f"{check['name']}: {check['value']:.4g} (limit {check['limit']:.4g}) {mark}")
-    return 0 if all(check["ok"] for check in document["checks"]) else 1
+    return 0 if all(check["ok"] for check in checks) else 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mok.reference import FP32_GRADIENT_LIMIT, FP32_LIMIT, forward_oracle
+from mok.reference import FP32_COSINE_LIMIT, FP32_GRADIENT_LIMIT, FP32_LIMIT, forward_oracle
 from mok.reference.precision import ieee_matmul
 from mok.tools.bench.work import Work
 
@@ -19,8 +19,6 @@ GRADIENT_LIMIT = 1.5e-2
 in an output and 5e-3 in gradients, more where sums are kept in BF16 as in torch's pipeline."""
 
 GRADIENTS = ("x", "router_weights", "gate", "up", "down")
-COSINE_LIMIT = 0.996
-"""Of what is computed in MXFP8, with what FP32 gives."""
 _PART = 1 << 27  # elements that are compared in FP64 at a time
 
 
@@ -41,7 +39,7 @@ class Match:
     def ok(self, name: str, precision: str) -> bool:
         """Whether it is within the limits; NaN is not."""
         near = self.error <= error_limit(name, precision)
-        return near and (precision != "mxfp8" or self.cosine >= COSINE_LIMIT)
+        return near and (precision != "mxfp8" or self.cosine >= FP32_COSINE_LIMIT)
 
 
 class _Sums:
