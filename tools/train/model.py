@@ -34,9 +34,9 @@ class Size:
 
     hidden: int = 256
     intermediate: int = 256
-    experts: int = 16
+    experts: int = 8
     topk: int = 2
-    blocks: int = 4
+    blocks: int = 2
     heads: int = 4
     context: int = 256
     batch: int = 32
