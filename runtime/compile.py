@@ -125,11 +125,11 @@ class Kernel:
         self._object = files["kernel.o"]
         self._object_path = object_path
         self._compiled = compiled
-        self._call: HostFunction | None = None
+        self.host: HostFunction | None = None
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> None:
-        call = self._call
+        call = self.host
         if call is None:
             call = self.load()
         call(*args)
@@ -137,7 +137,7 @@ class Kernel:
     def load(self) -> HostFunction:
         """Link the object file into the process; needs the DSL, but no GPU. Idempotent."""
         with self._lock:
-            if self._call is None:
+            if self.host is None:
                 _import_dsl()
                 from mok.runtime.hostcall import HostFunction
 
@@ -148,11 +148,11 @@ class Kernel:
                         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mok-"))
                         path = Path(folder) / "kernel.o"
                         path.write_bytes(self._object)
-                    self._call = HostFunction(
+                    self.host = HostFunction(
                         path, self._meta["prefix"], self._meta["function"], self.argument_types
                     )
                 self.load_s["link"] = time.perf_counter() - start
-            return self._call
+            return self.host
 
     @property
     def jit(self) -> Any:

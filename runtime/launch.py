@@ -50,6 +50,6 @@ def launch(kernel: Kernel, *args: Any) -> None:
     if _watcher is not None:
         _watcher(kernel)
     if _emulator is None:
-        kernel(*args)
+        (kernel.host or kernel.load())(*args)
     else:
         _emulator.launch(kernel.jit, args)

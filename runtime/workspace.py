@@ -184,6 +184,7 @@ class Workspace:
         self._backward: BackwardBuffers | None = None
         self.backward_words: tuple[Any, torch.Tensor] | None = None  # layout, int32 words
         self.recorder = Recorder(self)  # of calls with Config(trace=True)
+        self.known_arguments: set[Any] = set()  # what mok.call need not check again
         self.plans: dict[Any, Any] = {}  # mok.call.Plan by kind of call
         self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
@@ -281,6 +282,7 @@ class Workspace:
         self.counter_words.zero_()
         self.shape, self.sizes = shape, sizes
         self.plans.clear()
+        self.known_arguments.clear()
 
     def new_schedule(self, rank: int) -> ScheduleBuffers:
         """Buffers for a schedule that must outlive the next call, as training needs."""

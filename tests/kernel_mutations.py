@@ -1,30 +1,37 @@
 """Damage a compiled megakernel, one synchronising instruction at a time, and see who notices.
 
-    python -m tests.kernel_mutations ring FILE.jsonl [SAMPLE]
+    python -m tests.kernel_mutations run BUILD FILE.jsonl [--sample N] [--jobs N] [--seconds S] [--known F …]
+    python -m tests.kernel_mutations merge FILE.jsonl FILE.jsonl …
+    python -m tests.kernel_mutations table FILE.jsonl …
 
-for each build of ``tests.mutation_builds.BUILDS``. Each line of the file is one mutation; a run that is
-started again goes on where the last one stopped. With SAMPLE only so many are tried, drawn at random.
+``run`` tries a build of ``tests.mutation_builds.BUILDS``: the undamaged kernel with every seed, then each
+mutation with one seed after the other until someone notices, on ``--jobs`` processes. Each line of the file
+is one try, written when it has ended; a run goes on from what its own file and the ``--known`` ones say of
+the same PTX. ``merge`` keeps the last word on each mutation.
 """
 
 from __future__ import annotations
 
+import argparse
+import base64
 import hashlib
 import json
 import random
 import re
-import sys
 import time
+import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
-
-import torch
 
 from mok.tools.emulator import EmulatorError, emulator
 from mok.tools.emulator.mutations import INVISIBLE, Mutation, mutations
 from tests.mutation_builds import BUILDS, Build, Outcome
 
 SEEDS = (None, *range(19))  # the plain machine first: it takes a third of the time
+Entry = dict  # one line of a file
 
 
 def named_mutations(ptx: str) -> dict[str, Mutation]:
@@ -44,82 +51,254 @@ def case_of(build: Build, seed: int | None) -> int:
     return 0 if seed is None else (seed + 1) % len(build.cases)
 
 
-def undamaged(build: Build, seeds: Sequence[int | None]) -> tuple[dict[int, Outcome], set[int]]:
-    """Each case's results, and the PTX lines that some case runs.
-
-    Raises:
-        EmulatorError: the undamaged kernel is reported. AssertionError: its results differ.
-    """
-    expected: dict[int, Outcome] = {}
-    lines: set[int] = set()
-    for seed in seeds:
-        which = case_of(build, seed)
-        found, seen = build.run(build.cases[which], None, seed)
-        assert same(expected.setdefault(which, found), found), f"seed {seed}: other bits"
-        lines |= seen
-    return expected, lines
+def bits(outcome: Outcome) -> str:
+    """A digest of all results."""
+    digest = hashlib.sha256()
+    for tensor in outcome:
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
-def same(a: Outcome, b: Outcome) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def undamaged(build: Build, seed: int | None) -> Entry:
+    """The kernel as it is: a digest of its results, and the PTX lines that it runs."""
+    name = f"undamaged {case_of(build, seed)}"
+    try:
+        found, lines = build.run(build.cases[case_of(build, seed)], None, seed)
+    except EmulatorError as error:
+        return {"name": name, "result": "reported", "seed": seed, "detail": first_line(error)}
+    return {
+        "name": name,
+        "result": "clean",
+        "seed": seed,
+        "detail": "",
+        "bits": bits(found),
+        "lines": packed(lines),
+    }
 
 
-def judge(
-    build: Build,
-    rewrite: Callable[[str], str],
-    expected: dict[int, Outcome],
-    seeds: Sequence[int | None],
-) -> dict[str, object]:
-    """Try a mutation with each seed until someone notices."""
-    for seed in seeds:
-        which = case_of(build, seed)
-        try:
-            found, _ = build.run(build.cases[which], rewrite, seed)
-        except EmulatorError as error:
-            return {"result": "reported", "seed": seed, "detail": str(error).split("\n")[0][:120]}
-        finally:  # texts are kept by what they hold, and each mutation is a new one
-            emulator._PROGRAMS.clear()
-            emulator._PARSED.clear()
-        if not same(expected[which], found):
-            return {"result": "wrong", "seed": seed, "detail": ""}
-    return {"result": "survived", "seed": seeds[-1], "detail": ""}
+def judge(build: Build, rewrite: Callable[[str], str], seed: int | None, expected: str) -> Entry:
+    """A try: reported by a checker, a wrong result, or survived."""
+    before = set(emulator._PROGRAMS), set(emulator._PARSED)
+    try:
+        found, _ = build.run(build.cases[case_of(build, seed)], rewrite, seed)
+    except EmulatorError as error:
+        return {"result": "reported", "seed": seed, "detail": first_line(error)}
+    finally:  # texts are kept by what they hold, and each mutation is a new one
+        for kept, old in zip((emulator._PROGRAMS, emulator._PARSED), before, strict=True):
+            for key in kept.keys() - old:
+                del kept[key]
+    return {
+        "result": "survived" if bits(found) == expected else "wrong",
+        "seed": seed,
+        "detail": "",
+    }
 
 
-def read(target: Path) -> dict[str, dict]:
-    """The last word on each mutation of a file."""
-    lines = target.read_text().splitlines() if target.exists() else []
-    return {entry["name"]: entry for entry in map(json.loads, lines)}
+def first_line(error: EmulatorError) -> str:
+    return str(error).split("\n")[0][:120]
 
 
-def main(name: str, target: Path, sample: int | None) -> None:
-    build = BUILDS[name]
-    ptx = build.ptx()
-    digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
-    named = named_mutations(ptx)
-    # In any order, so that the part that a run has reached is a fair sample.
-    order = random.Random(0).sample(list(named.items()), len(named))[:sample]
-    expected, lines = undamaged(build, SEEDS)
-    print(f"{name}: undamaged, {len(SEEDS)} seeds: no report", flush=True)
-    # First all of them on the plain machine, then the adversarial ones for what is left.
-    for seeds in (SEEDS[:1], SEEDS[1:]):
-        done = read(target)
-        for key, mutation in order:
-            last = done.get(key)
-            if last and (last["result"] != "survived" or last["seed"] == seeds[-1]):
-                continue
-            begin = time.perf_counter()
-            outcome: dict[str, object] = {"name": key, "line": mutation.line, "ptx": digest}
-            if mutation.kind in INVISIBLE:
-                outcome |= {"result": "invisible", "seed": None, "detail": INVISIBLE[mutation.kind]}
-            elif mutation.line not in lines:
-                outcome |= {"result": "not run", "seed": None, "detail": ""}
-            else:
-                outcome |= judge(build, build.damage(ptx, mutation), expected, seeds)
-            outcome["seconds"] = round(time.perf_counter() - begin, 1)
-            with target.open("a") as file:
-                file.write(json.dumps(outcome) + "\n")
-    print(name, Counter(entry["result"] for entry in read(target).values()))
+def packed(lines: Iterable[int]) -> str:
+    """Line numbers as the bits of a number, compressed: most lines run."""
+    number = sum(1 << line for line in lines)
+    data = number.to_bytes(number.bit_length() // 8 + 1, "little")
+    return base64.b64encode(zlib.compress(data, 9)).decode()
+
+
+def unpacked(text: str) -> set[int]:
+    number = int.from_bytes(zlib.decompress(base64.b64decode(text)), "little")
+    return {line for line in range(number.bit_length()) if number >> line & 1}
+
+
+class Records:
+    """What files say of one PTX: the last word on each mutation, and the undamaged runs."""
+
+    def __init__(self, entries: Iterable[Entry]):
+        self.last: dict[str, Entry] = {}
+        self.clean: dict[int | None, Entry] = {}
+        self.lines: dict[int | None, set[int]] = {}
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        seed = entry["seed"]
+        if not entry["name"].startswith("undamaged"):
+            old = self.last.get(entry["name"])
+            if old is None or rank(entry) >= rank(old):
+                self.last[entry["name"]] = entry
+        elif entry["result"] == "clean":
+            kept = self.clean.setdefault(seed, entry)
+            assert kept["bits"] == entry["bits"], f"seed {seed}: other bits"
+            self.lines[seed] = unpacked(entry["lines"])
+
+    def next_seed(self, name: str, line: int) -> int | None:
+        """Index in ``SEEDS`` of the next one to try on a mutation; None if no other can notice."""
+        last = self.last.get(name)
+        if last and last["result"] != "survived":
+            return None
+        start = SEEDS.index(last["seed"]) + 1 if last else 0
+        # A run that does not come to the damaged line is as it was.
+        left = (i for i in range(start, len(SEEDS)) if line in self.lines[SEEDS[i]])
+        return next(left, None)
+
+
+def rank(entry: Entry) -> int:
+    """How much an entry says: a survivor of more seeds says more, a noticed one most."""
+    return SEEDS.index(entry["seed"]) if entry["result"] == "survived" else len(SEEDS)
+
+
+def read(*files: Path) -> Iterator[Entry]:
+    """The lines of files; the last one may have been cut off with its run."""
+    for file in files:
+        for line in file.read_text().splitlines() if file.exists() else []:
+            if line.endswith("}"):
+                yield json.loads(line)
+
+
+def work(name: str, mutation: str | None, seed: int | None, expected: str) -> Entry:
+    """One try. ``STATE`` is filled before the processes fork."""
+    build, ptx, named = STATE[name]
+    begin = time.perf_counter()
+    entry: Entry
+    if mutation is None:
+        entry = undamaged(build, seed)
+    else:
+        damage = build.damage(ptx, named[mutation])
+        entry = {"name": mutation, "line": named[mutation].line}
+        entry |= judge(build, damage, seed, expected)
+    return entry | {"seconds": round(time.perf_counter() - begin, 1)}
+
+
+STATE: dict[str, tuple[Build, str, dict[str, Mutation]]] = {}
+
+
+class Run:
+    """A run on several processes, bounded in time."""
+
+    def __init__(self, name: str, target: Path, jobs: int, seconds: float, known: Sequence[Path]):
+        self.name, self.target, self.jobs = name, target, jobs
+        self.end = time.monotonic() + seconds
+        build = BUILDS[name]
+        ptx = build.ptx()
+        STATE[name] = build, ptx, named_mutations(ptx)
+        self.ptx = hashlib.sha256(ptx.encode()).hexdigest()[:16]
+        self.records = Records(e for e in read(*known, target) if e["ptx"] == self.ptx)
+        # Loads and compiles what all processes need; and this machine has the bits of the others.
+        self.add(work(name, None, None, ""))
+
+    def add(self, entry: Entry) -> None:
+        entry["ptx"] = self.ptx
+        with self.target.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        assert entry["name"].split()[0] != "undamaged" or entry["result"] == "clean", entry
+        self.records.add(entry)
+
+    def tries(self, pool: ProcessPoolExecutor, todo: list[tuple[str | None, int]]) -> None:
+        """Each (mutation, index of a seed), and what follows from it, the lowest seeds first."""
+        named = STATE[self.name][2]
+        running: set[Future] = set()
+        while todo or running:
+            todo.sort(key=lambda t: t[1])
+            while todo and len(running) < self.jobs and time.monotonic() < self.end:
+                mutation, index = todo.pop(0)
+                seed = SEEDS[index]
+                expected = self.records.clean[seed]["bits"] if mutation else ""
+                running.add(pool.submit(work, self.name, mutation, seed, expected))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                entry = future.result()
+                self.add(entry)
+                name = entry["name"]
+                if name in named:
+                    following = self.records.next_seed(name, entry["line"])
+                    if following is not None:
+                        todo.append((name, following))
+
+    def all(self, sample: int | None) -> None:
+        named = STATE[self.name][2]
+        # In any order, so that the part that a run has reached is a fair sample.
+        order = random.Random(0).sample(list(named.items()), len(named))[:sample]
+        with ProcessPoolExecutor(self.jobs, get_context("fork")) as pool:
+            missing = [i for i, seed in enumerate(SEEDS) if seed not in self.records.clean]
+            self.tries(pool, [(None, i) for i in missing])
+            if len(self.records.clean) < len(SEEDS):
+                return
+            todo: list[tuple[str | None, int]] = []
+            for name, mutation in order:
+                index = self.records.next_seed(name, mutation.line)
+                if name not in self.records.last and (mutation.kind in INVISIBLE or index is None):
+                    why = INVISIBLE.get(mutation.kind, "")
+                    result = "invisible" if why else "not run"
+                    entry = {"name": name, "line": mutation.line, "result": result}
+                    self.add(entry | {"seed": None, "detail": why, "seconds": 0.0})
+                elif index is not None:
+                    todo.append((name, index))
+            self.tries(pool, todo)
+
+
+def merged(files: Sequence[Path]) -> dict[str, Records]:
+    """The records of each PTX."""
+    found: dict[str, list[Entry]] = {}
+    for entry in read(*files):
+        found.setdefault(entry["ptx"], []).append(entry)
+    return {ptx: Records(entries) for ptx, entries in found.items()}
+
+
+def merge(target: Path, files: Sequence[Path]) -> None:
+    lines = []
+    for records in merged(files).values():
+        lines += [*records.clean.values(), *records.last.values()]
+    target.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+
+
+def table(files: Sequence[Path]) -> None:
+    """Counts, and the names of what survived."""
+    for ptx, records in merged(files).items():
+        last = records.last.values()
+        counts = Counter(entry["result"] for entry in last)
+        survived = [entry for entry in last if entry["result"] == "survived"]
+        all_seeds = records.clean.keys() == set(SEEDS)
+        open_ = [
+            e
+            for e in survived
+            if not all_seeds or records.next_seed(e["name"], e["line"]) is not None
+        ]
+        noticed = counts["reported"] + counts["wrong"]
+        visible = noticed + len(survived)
+        print(f"{ptx}: {len(records.clean)} undamaged runs clean, {len(last)} mutations {counts}")
+        print(f"  {noticed} of {visible} noticed ({noticed / max(visible, 1):.1%}),", end=" ")
+        print(f"{len(survived) - len(open_)} survived all seeds, {len(open_)} still open")
+        for entry in sorted(survived, key=lambda e: e["line"]):
+            state = f"open after {entry['seed']}" if entry in open_ else "survived"
+            print(f"    {state}: line {entry['line']}, {entry['name']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run")
+    run.add_argument("build", choices=BUILDS)
+    run.add_argument("target", type=Path)
+    run.add_argument("--sample", type=int)
+    run.add_argument("--jobs", type=int, default=1)
+    run.add_argument("--seconds", type=float, default=float("inf"))
+    run.add_argument("--known", type=Path, nargs="*", default=[])
+    for name in ("merge", "table"):
+        command = commands.add_parser(name)
+        if name == "merge":
+            command.add_argument("target", type=Path)
+        command.add_argument("files", type=Path, nargs="+")
+    a = parser.parse_args()
+    if a.command == "run":
+        Run(a.build, a.target, a.jobs, a.seconds, a.known).all(a.sample)
+        table([*a.known, a.target])
+    elif a.command == "merge":
+        merge(a.target, a.files)
+    else:
+        table(a.files)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    main()

@@ -95,9 +95,9 @@ def test_grad_modes(grad_mode, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", LAYERS)
-def test_twenty_seeds(how):
-    for seed in range(20):
-        exact(LAYERS[how], seed=seed)
+@pytest.mark.parametrize("seed", range(20))
+def test_twenty_seeds(seed, how):
+    exact(LAYERS[how], seed=seed)
 
 
 @functools.cache

@@ -228,6 +228,14 @@ class Interceptor:
         for dsl in (BaseDSL, CutlassBaseDSL):
             if "_runtime_can_run_compiled" in dsl.__dict__:
                 swap(dsl, "_runtime_can_run_compiled", lambda *_args: True)
+        load = CudaDialectJitCompiledFunction._load_cuda_library
+
+        def load_without_handles(self: Any) -> list[Any]:
+            # The DSL unloads what it has loaded through the real driver: our handles crash that.
+            load(self)
+            return []
+
+        swap(CudaDialectJitCompiledFunction, "_load_cuda_library", load_without_handles)
         for cls in (CudaDialectJitCompiledFunction, JitCompiledFunction):
             for name in ("__call__", "run_compiled_program"):
                 if name in cls.__dict__ and not (cls is JitCompiledFunction and name == "__call__"):

@@ -51,7 +51,7 @@ CHANGES: dict[str, dict[str, float]] = {
 
 PROGRAM_CHANGES: dict[str, dict[str, float]] = {
     "quantising": {"quantise_elements_per_s": 1.25},
-    "a row's overhead": {"row_overhead_s": 0.8},
+    "an item's overhead": {"item_overhead_s": 0.8},
     "epilogues": {"chunk_s": 0.8, "ddown_chunk_s": 0.8},
 }
 """The same for constants of our kernels."""

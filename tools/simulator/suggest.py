@@ -61,17 +61,19 @@ def _best(start: Config, shape: Shape, arch: str, num_sms: int, precision: str) 
     machine = machine_for(arch, num_sms)
     assert machine is not None
     routing = balanced(shape)
+    gains: dict[str, float] = {}  # the clock of the last call of a direction
 
     @cache
     def ms(direction: Direction, name: str, value: int) -> float:
         changes: dict[str, int] = {name: value}
         config = dataclasses.replace(start, **changes)  # type: ignore[arg-type]
-        return simulate(
-            Scenario(
-                shape, config, machine, direction, precision, routing=routing,  # type: ignore[arg-type]
-                save_context=direction == "forward",
-            )
-        ).ms  # fmt: skip
+        scenario = Scenario(
+            shape, config, machine, direction, precision, routing=routing,  # type: ignore[arg-type]
+            save_context=direction == "forward",
+        )  # fmt: skip
+        found = simulate(scenario, start_gain=gains.get(direction, 1.0))
+        gains[direction] = found.scenario.machine.gain
+        return found.ms
 
     found = []
     for direction, name in NAMES:

@@ -1,6 +1,7 @@
 """Functions from cute.compile: interception, the command, and what is refused."""
 
 import ctypes
+import gc
 import json
 import textwrap
 
@@ -113,3 +114,20 @@ def test_a_function_without_host_code_is_refused(build):
         pytest.skip("this machine's default architecture is the kernel's")
     with Emulator("sm_90a"), pytest.raises(LaunchError, match="inside the emulator's context"):
         outside(0, 1, 0)
+
+
+def test_our_handles_are_never_unloaded(build, monkeypatch):
+    """The DSL unloads a dead function's libraries through the real driver, which crashes on our handles."""
+    from cutlass.cutlass_dsl import cuda_jit_executor
+
+    unloaded = []
+    monkeypatch.setattr(cuda_jit_executor.cuda_runtime, "cudaLibraryUnload", unloaded.append)
+    x = torch.zeros(64)
+    with Emulator("sm_90a"):
+        function = build()
+        function(x.data_ptr(), 64, 0)
+        del function
+        gc.collect()
+    gc.collect()
+    assert torch.equal(x, torch.ones(64))
+    assert not unloaded
