@@ -62,7 +62,7 @@ class Machine:
         return 2 if pair else self.ctas
 
 
-HOPPER = Machine("Hopper", 1, True, 0, False, 128, 0, 0, 4, 0, 16, ("tickets",))
+HOPPER = Machine("Hopper", 1, True, 0, True, 128, 0, 0, 4, 0, 16, ("tickets",))
 BLACKWELL = Machine("Blackwell", 2, False, 0, False, 256, 512, 2, 6, 5, 8, ("clc", "tickets"))
 MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
