@@ -53,6 +53,7 @@ class ForwardKernel(ForwardRoles):
         by_expert: runs of row blocks that share weights end with their expert. Changes no bit.
         expert_m: row blocks of such a run, at most; even.
         hints: Hopper: L2 gives up weights and results before other data. Changes no bit.
+        lean: Hopper: fewer instructions a K step. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -78,13 +79,23 @@ class ForwardKernel(ForwardRoles):
         by_expert: bool = False,
         expert_m: int = 24,
         hints: bool = False,
+        lean: bool | None = None,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
         super().__init__(
-            arch, direct, tile_n, stages, scheduling, mxfp8, lead=lead, pair=pair, hints=hints
+            arch,
+            direct,
+            tile_n,
+            stages,
+            scheduling,
+            mxfp8,
+            lead=lead,
+            pair=pair,
+            hints=hints,
+            lean=lean,
         )
         self.wire = wire
         self.save_context = save_context or recompute

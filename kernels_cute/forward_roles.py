@@ -305,7 +305,7 @@ class ForwardRoles(MegaKernel):
         slot, slot_phase = Int32(0), Int32(0)
         kind = Int32(SHARED_UP)
         while kind != END:
-            entry = queue.get(slot, slot_phase)
+            entry = self.agreed(queue.get(slot, slot_phase))
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
             if kind == UP:
@@ -327,14 +327,18 @@ class ForwardRoles(MegaKernel):
         chunk, chunk_phase = Int32(0), Int32(0)
         kind = Int32(SHARED_UP)
         while kind != END:
-            entry = queue.get(slot, slot_phase)
+            entry = self.agreed(queue.get(slot, slot_phase))
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
             if cutlass.const_expr(self.pair):
                 if kind == IDLE:
                     at, phase = main.skip_tile(bars, entry.k_tiles, at, phase)
-            if entry.k_tiles > 0 and self.works(kind):
+            # A number, so that no jump table over kinds is made, behind which nothing would be uniform.
+            some = sync.select((entry.k_tiles > 0) & self.works(kind), Int32(1), Int32(0))
+            (some,) = self.common(some)
+            if some != 0:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
+                chunk, chunk_phase = self.common(chunk, chunk_phase)
                 if kind == UP or kind == SHARED_UP:
                     chunk, chunk_phase = self.hidden_epilogue(
                         ctx, shared, worker, entry, at, chunk, chunk_phase

@@ -27,7 +27,7 @@ from mok.errors import ResourceError
 from . import ptx, sync, tracing
 from .epilogue.halves import HalfStaging
 from .epilogue.staging import RowStaging, Staging
-from .gemm import sm90, sm100, sm100_mxfp8
+from .gemm import lean_sm90, sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
 from .invariant import Invariant
 from .machine import CHUNK_N, HOPPER, check_scheduling, check_tile, machine_of
@@ -109,6 +109,7 @@ class MegaKernel(PairTurns):
             machine's.
         pair: clusters of two CTAs that share B (``pairs``), in BF16 on Hopper.
         hints: L2 gives up weights and results before other data, on Hopper.
+        lean: fewer instructions a K step, on Hopper (``gemm.lean_sm90``). None: the machine's.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -130,6 +131,7 @@ class MegaKernel(PairTurns):
         lead: int | None = None,
         pair: bool = False,
         hints: bool = False,
+        lean: bool | None = None,
     ):
         self.arch = arch
         self.direct = direct
@@ -148,15 +150,18 @@ class MegaKernel(PairTurns):
                 "pairs that share B are for BF16 on Hopper", f"{arch}, mxfp8={mxfp8}"
             )
         self.pair = pair
-        if hints and not self.hopper:
-            raise ResourceError("hints are for Hopper", arch)
+        if lean is None:
+            lean = self.machine.lean
+        if (hints or lean) and not self.hopper:
+            raise ResourceError("hints and lean are for Hopper", arch)
         self.ctas = self.machine.cluster(pair)
         if self.hopper:
             gather_warps = 2 if direct else 0
             self.first_gather_warp = 2
             if not 0 <= lead < stages:
                 raise ResourceError("lead must be at least 0 and less than stages", lead)
-            self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps, lead, pair, hints)
+            mainloop = lean_sm90.LeanMainloop if lean else sm90.Mainloop
+            self.mainloop = mainloop(tile_n, stages, 32 * gather_warps, lead, pair, hints)
             kind = HalfStaging if lead > 0 else Staging
             self.staging = kind(self.mainloop.CTA_ROWS, 8, store_stages)
             self.staging.hints = hints
@@ -177,6 +182,8 @@ class MegaKernel(PairTurns):
         # Per thread of each warpgroup: on Hopper the last two multiply; on Blackwell the second has the
         # epilogue, the third gathers.
         self.registers = (104, 200, 200) if self.hopper else (120, 208, 168)
+        if lean:
+            self.registers = (88, 208, 208)  # fewer addresses; at 200 one of the others would spill
         self.counts_starts = self.use_clc or not direct
 
     # ---------------------------------------------------------------- host
@@ -429,6 +436,15 @@ class MegaKernel(PairTurns):
             cute.arch.setmaxregister_increase(count)
         elif count < LAUNCH_REGISTERS:
             cute.arch.setmaxregister_decrease(count)
+
+    def agreed(self, entry: NamedTuple) -> NamedTuple:
+        """The entry, whose kind and steps all lanes know to be the same (``lean``)."""
+        kind, k_tiles = self.common(entry.kind, entry.k_tiles)
+        return entry._replace(kind=kind, k_tiles=k_tiles)
+
+    def common(self, *values: Int32) -> tuple[Int32, ...]:
+        """Values that all lanes share."""
+        return self.mainloop.uniform(*values) if self.hopper else values
 
     def works(self, kind: Int32):
         """Whether an entry of this kind is a task."""

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,3 +52,28 @@ def _backend(request: pytest.FixtureRequest) -> None:
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print("\n" + "\n".join(lines))
+
+
+@contextlib.contextmanager
+def _locked(name: str, how: int) -> Iterator[None]:
+    """Hold a lock that all test processes of this user on this machine know."""
+    path = Path(tempfile.gettempdir()) / f"mok-tests-{os.getuid()}-{name}.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _gpu_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With several workers, a test marked ``alone`` waits until no other one uses a GPU, then keeps them off."""
+    if not (request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multi_gpu")):
+        yield
+        return
+    alone = request.node.get_closest_marker("alone") is not None
+    with contextlib.ExitStack() as stack:
+        # Through a gate, which one who waits for the GPU holds: nobody overtakes.
+        with _locked("gate", fcntl.LOCK_EX):
+            stack.enter_context(_locked("gpu", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**32:
+        torch.cuda.empty_cache()  # this worker may not need it again for long, others do

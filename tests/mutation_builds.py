@@ -10,6 +10,7 @@ Few stages, so that each is filled again and again. The cases of a build differ 
     idle     nothing for the comm workers, more clusters than tasks
     late     comm workers so slow that what they wait for is there at the first look
     many     eight row blocks of a minibatch, so that the rows of a down task are there at the first look
+    queued   six row blocks of own tokens, so that those of a shared down task are
 """
 
 from __future__ import annotations
@@ -71,13 +72,14 @@ class Build:
 
 
 class ForwardBuild(Build):
-    """The forward kernel in one rank's launch."""
+    """The forward kernel in one rank's launch; ``pair``: the build for pairs of Hopper's CTAs."""
 
-    def __init__(self, arch: str, direct: bool, *cases: Forward):
+    def __init__(self, arch: str, direct: bool, *cases: Forward, pair: bool = False):
         self.arch, self.direct, self.cases = arch, direct, cases
+        self.config: dict[str, Any] = {"stages": STAGES} | ({"pair": True} if pair else {})
 
     def ptx(self) -> str:
-        return forward_kernel(self.arch, direct=self.direct, mxfp8=False, stages=STAGES).ptx
+        return forward_kernel(self.arch, direct=self.direct, mxfp8=False, **self.config).ptx
 
     def run(self, case: Forward, rewrite: Rewrite, seed: int | None) -> tuple[Outcome, set[int]]:
         tile = machine_of(self.arch).tile_m
@@ -92,7 +94,7 @@ class ForwardBuild(Build):
                 grid=case.grid,
                 num_comm_ctas=case.num_comm_ctas,
                 num_sms=case.num_sms,
-                stages=STAGES,
+                **self.config,
             )
             # The rank with fewer rows: with all routes to one expert, it has none.
             rows = [schedule.num_tokens for schedule in run.schedules]
@@ -115,8 +117,9 @@ class Backward(NamedTuple):
 class BackwardBuild(Build):
     """The backward kernel in rank 0's launch; forward and the plan have run before, undamaged."""
 
-    def __init__(self, arch: str, *cases: Backward):
+    def __init__(self, arch: str, *cases: Backward, pair: bool = False):
         self.arch, self.cases = arch, cases
+        self.config: dict[str, Any] = {"stages": STAGES} | ({"pair": True} if pair else {})
         self.ready: dict[Backward, tuple[BackwardRun, _Rank, torch.Tensor]] = {}
 
     def prepare(self, case: Backward) -> tuple[BackwardRun, _Rank, torch.Tensor]:
@@ -127,7 +130,7 @@ class BackwardBuild(Build):
                 self.arch,
                 grid=case.grid,
                 num_comm_ctas=case.num_comm_ctas,
-                stages=STAGES,
+                **self.config,
             )
             rank = _Rank(run, 0)
             with emulated(self.arch, case.num_sms) as emu:
@@ -165,6 +168,7 @@ HALVES = Shape(440, 64, 128, 4, 2, shared_intermediate_size=64)
 IDLE = Shape(32, 64, 64, 2, 1, shared_intermediate_size=64)
 LATE = Shape(1200, 256, 64, 4, 1, shared_intermediate_size=64)
 MANY = Shape(64, 64, 128, 16, 2, shared_intermediate_size=64)
+QUEUED = Shape(2600, 64, 64, 2, 1, shared_intermediate_size=64)
 DIRECT_MANY = Shape(700, 64, 128, 8, 2, shared_intermediate_size=64)
 # With all rows on one rank; on Hopper, whose tile has half the rows.
 DIRECT_WIDE = Shape(300, 512, 256, 2, 1, shared_intermediate_size=256)
@@ -183,6 +187,7 @@ BUILDS: dict[str, Build] = {
         Forward(IDLE, 1, 24, 8, 4, "one_expert"),
         Forward(LATE, 2, 16, 12, 2),
         Forward(MANY, 8, 16, 8, 2, minibatch=8),
+        Forward(QUEUED, 2, 16, 10, 4),
     ),
     "direct": ForwardBuild(
         "sm_100a",
@@ -227,16 +232,42 @@ BUILDS: dict[str, Build] = {
         Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 12, 6),
         Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 24, 4),
     ),
+    "hopper-pair-ring": ForwardBuild(
+        "sm_90a",
+        False,
+        Forward(SMALL, 1, 4, 4, 2),
+        Forward(HALF_WIDE, 1, 6, 6, 2),
+        Forward(HALF_SHARED, 2, 8, 8, 4),
+        Forward(HALVES, 2, 8, 8, 4),
+        Forward(IDLE, 1, 12, 12, 4, "one_expert"),
+        Forward(LATE, 2, 10, 10, 2),
+        Forward(MANY, 8, 8, 8, 2, minibatch=8),
+        pair=True,
+    ),
+    "hopper-pair-direct": ForwardBuild(
+        "sm_90a",
+        True,
+        Forward(SMALL, 1, 2, 2),
+        Forward(HALF_WIDE, 1, 2, 2),
+        Forward(HALF_SHARED, 2, 6, 6),
+        Forward(HALVES, 2, 6, 6),
+        Forward(IDLE, 1, 12, 12, 0, "one_expert"),
+        Forward(DIRECT_MANY, 8, 6, 6, minibatch=8),
+        pair=True,
+    ),
+    # Of Hopper's backward builds those that layers launch.
     "hopper-backward-ring": BackwardBuild(
         "sm_90a",
-        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 3, 3, 1),
-        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), "random", 2, False, 1, 1), 4, 4, 2),
-        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", 2, False, 1, 1), 8, 8, 4),
+        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 4, 4, 2),
+        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), "random", 2, False, 1, 1), 8, 8, 4),
+        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", 2, False, 1, 1), 12, 12, 4),
+        pair=True,
     ),
     "hopper-backward-direct": BackwardBuild(
         "sm_90a",
         Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "few_experts", macrobatch=1), 2, 2),
-        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 4, 4),
-        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 8, 8),
+        Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 6, 6),
+        Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 12, 12),
+        pair=True,
     ),
 }

@@ -431,7 +431,7 @@ class LoadRoles(MegaKernel):
         slot, slot_phase = Int32(0), Int32(0)
         kind = Int32(DX)
         while kind != END:
-            entry = queue.get(slot, slot_phase, self.entry)
+            entry = self.agreed(queue.get(slot, slot_phase, self.entry))
             slot, slot_phase = next_slot(slot, slot_phase)
             kind, k_tiles = entry.kind, entry.k_tiles
             own_rows = routes + self.row_tile(entry.block) * main.CTA_ROWS

@@ -42,6 +42,7 @@ class Mainloop(Gather):
     CTA_ROWS = 128  # of the tile's rows
     TILE_K = 64
     PIECE = 64  # accumulator columns that ``columns`` returns at a time
+    lean = False  # ``lean_sm90``
     WARPGROUPS = 2  # cooperative: rows 0-63 and 64-127 of one tile
 
     def __init__(
@@ -106,6 +107,10 @@ class Mainloop(Gather):
         """FP32 ((2, 2, tile_n/8), 1, 1): column pair, row half (8 rows apart), group of 8 columns."""
         shape = self.tiled_mma().partition_shape_C((self.TILE_M, self.tile_n))
         return cute.make_rmem_tensor(shape, Float32)
+
+    def uniform(self, *values: Int32) -> tuple[Int32, ...]:
+        """What ``lean_sm90`` says of values that all lanes share."""
+        return values
 
     # ---- shared memory ----
 
@@ -197,6 +202,7 @@ class Mainloop(Gather):
         tAgA = a.tXgX[None, a_tile, None, 0]
         tBgB_left = left.tXgX[None, left_tile, None, batch]
         tBgB_right = right.tXgX[None, right_tile, None, batch]
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
         for step in cutlass.range(k_tiles, unroll=1):
             k = step + k_first
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
@@ -254,6 +260,7 @@ class Mainloop(Gather):
     @cute.jit
     def load_nothing(self, bars: Bars, steps: Int32, stage: Int32, phase: Int32):
         """The load warp's part of ``steps`` stages that pass unused."""
+        stage, phase, steps = self.uniform(stage, phase, steps)
         for _ in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             with cute.arch.elect_one():
@@ -266,6 +273,7 @@ class Mainloop(Gather):
     @cute.jit
     def skip_tile(self, bars: Bars, steps: Int32, stage: Int32, phase: Int32):
         """The MMA warps' part of ``steps`` stages that pass unused."""
+        stage, phase, steps = self.uniform(stage, phase, steps)
         for _ in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(bars.full + stage, phase)
             self.pass_by(bars, stage)
@@ -289,6 +297,7 @@ class Mainloop(Gather):
         phase: Int32,
     ) -> tuple[Int32, Int32]:
         """Send (128, 64) chunks of two matrices through the stages: ``left`` in A's place, ``right`` in B's."""
+        stage, phase, first = self.uniform(stage, phase, first)
         for c in cutlass.range(count, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             full = bars.full + stage
@@ -364,6 +373,7 @@ class Mainloop(Gather):
 
         Without ``first`` the products are added to ``acc``.
         """
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
         self.follow(bars, k_tiles, stage, phase)
         release = stage
         self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, first)
@@ -411,7 +421,7 @@ class Mainloop(Gather):
     ):
         """Start the wgmma group of one stage; ``first`` overwrites the accumulator."""
         cute.arch.mbarrier_wait(bars.full + stage, phase)
-        if cutlass.const_expr(self.gather_threads > 0):
+        if cutlass.const_expr(self.gather_threads > 0 and not self.lean):
             # cp.async writes through the generic proxy, wgmma reads through the async one.
             cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()

@@ -16,11 +16,22 @@ HELP = "memory, predicted times, and tunables for a model on a machine"
 def configure(parser: argparse.ArgumentParser) -> None:
     scenarios.add_shape(parser)
     parser.add_argument("--rounds", type=int, default=2, help="of the search (default 2)")
+    parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="compare with a file of mok tune --exhaustive instead: of the combinations timed there, how "
+        "fast is the one that the model chooses",
+    )
 
 
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     from mok.tools.simulator.plan import as_dict, plan
 
+    if args.measured:
+        from mok.tools.simulator.measured import REACHED, compare_grid
+
+        rows = compare_grid(args.measured)
+        return {"measured": args.measured, "promised": REACHED, "rows": rows}
     shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
     routing = scenarios.routing_of(args, shape)
     found = plan(shape, machine, args.precision, routing, args.rounds, args.virtual, progress.print)
@@ -30,12 +41,19 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
 
 def passed(document: dict[str, Any]) -> bool:
+    if "measured" in document:
+        return all(row["reached"] >= document["promised"] for row in document["rows"])
     return bool(document["fits"])
 
 
 def show(document: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
+    if "measured" in document:
+        from mok.tools.simulator.measured import show_cases
+
+        show_cases(document["rows"], console)
+        return
     d = document
     shape = ", ".join(f"{name} {value}" for name, value in d["shape"].items() if value is not None)
     console.print(f"{d['machine_title']}\n{shape}, {d['precision']}, {d['routing']} routing\n",

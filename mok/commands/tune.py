@@ -35,6 +35,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-ms", type=float, default=120.0, help="length of a window")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dry-run", action="store_true", help="do not remember the result")
+    parser.add_argument(
+        "--exhaustive",
+        metavar="FILE",
+        help="time a grid of all tunables on six layers, at one rank and on a virtual ring, and what "
+        "mok plan recommends beside it; every time is a line of FILE",
+    )
     parser.add_argument("--forget", action="store_true", help="forget this shape's result instead")
 
 
@@ -49,6 +55,8 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         raise DeviceError(
             "tuning needs a GPU with kernels", backend.note or backend.name, "Run it where one is"
         )
+    if args.exhaustive:
+        return exhaustive(args, backend, progress)
     bench = wanted_shape(args)
     shape = per_rank_shape(bench, args.ep)
     device = Device(backend.info.name, backend.info.num_sms, backend.arch, virtual=args.ep > 1)
@@ -63,6 +71,35 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         return tune(args, trial, shape, device, Deadline(args.budget_s), progress)
     finally:
         trial.close()
+
+
+def exhaustive(args: argparse.Namespace, backend: Any, progress: Console) -> dict[str, Any]:
+    """``mok plan``'s tunables against the best of a grid, within the budget."""
+    import os
+    from pathlib import Path
+
+    from mok.tools.bench.grid import Plans, all_cases, run_grid
+    from mok.tools.bench.timing import CudaClock
+    from mok.tools.bench.versions import today
+    from mok.tools.bench.warm import Compilation, layer_specs
+    from mok.tools.simulator.suggest import machine_for
+
+    info = backend.info
+    machine = machine_for(backend.arch, info.num_sms)
+    if machine is None:
+        raise DeviceError("the plan needs a known machine", f"{info.name}, {info.num_sms} SMs")
+    plans = Plans(all_cases(), machine.name, max(1, min(12, (os.cpu_count() or 2) - 2)))
+    try:
+        specs = [s for direct in (True, False) for s in layer_specs(backend.arch, direct, True)]
+        Compilation(specs).wait()
+        cases = run_grid(
+            backend.device, info.num_sms, backend.arch, CudaClock(backend.device), plans,
+            args.budget_s, Path(args.exhaustive),
+            lambda text: progress.print(text, markup=False, highlight=False, soft_wrap=True),
+        )  # fmt: skip
+    finally:
+        plans.close()
+    return {"device": info.name, "date": today(), "exhaustive": args.exhaustive, "rows": cases}
 
 
 def wanted_shape(args: argparse.Namespace) -> BenchShape:
@@ -261,13 +298,22 @@ def tunables_of(config: Config) -> dict[str, Any]:
 
 
 def passed(document: dict[str, Any]) -> bool:
-    """The search ran; a wrong bit would have raised."""
+    """The search ran; a wrong bit would have raised. Of a grid: the plan reached what is promised."""
+    if "exhaustive" in document:
+        from mok.tools.simulator.measured import REACHED
+
+        return bool(document["rows"]) and all(r["reached"] >= REACHED for r in document["rows"])
     return True
 
 
 def show(document: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
+    if "exhaustive" in document:
+        from mok.tools.simulator.measured import show_cases
+
+        show_cases(document["rows"], console)
+        return
     if "forgotten" in document:
         console.print("forgotten" if document["forgotten"] else "nothing was remembered")
         return

@@ -12,7 +12,7 @@ from tests.backward_cases import LARGE_DIRECT, LARGE_RING, Layer, assert_same, e
 from tests.backward_cases import emulated as emulated_backward
 from tests.forward_runs import exact_on_hopper, forward_kernel
 
-FORWARD = {"by_expert": True, "expert_m": 2, "hints": True, "limited": False}
+FORWARD = {"by_expert": True, "expert_m": 2, "hints": True, "lean": True, "limited": False}
 BACKWARD = FORWARD | {"weight_m": 3}
 
 

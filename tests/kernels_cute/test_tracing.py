@@ -319,6 +319,7 @@ def test_a_full_buffer_loses_records_and_nothing_else():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("ep_size", [1, 4])
 def test_tracing_costs_at_most_3_percent(ep_size):
     """Traced and not in turn, in the steady regime; the same bits and a true trace."""

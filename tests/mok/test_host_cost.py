@@ -12,6 +12,7 @@ import torch
 
 from mok import functional
 from mok.config import Config
+from mok.errors import MokError
 from mok.runtime import compile as compiler
 from mok.runtime.group import Group
 from mok.runtime.launch import set_active_emulator
@@ -80,7 +81,39 @@ def test_few_python_calls(monkeypatch):
     assert not [k for k in stats.stats if k[2] in slow], "validated what had been validated"
 
 
+CHANGES = {
+    "dtype": lambda t: t.double() if t.dtype == torch.float32 else t.float(),
+    "shape": lambda t: t[:-1].contiguous(),
+    "strides": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "alignment": lambda t: torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape),
+    "device": lambda t: t.to("meta"),
+    "absence": lambda t: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("position", range(8))
+def test_a_call_that_was_right_does_not_vouch_for_the_next(position, change, monkeypatch):
+    monkeypatch.setattr(compiler, "get_kernel", lambda spec: SimpleNamespace(jit=None))
+    before = set_active_emulator(NoGpu())
+    try:
+        ids, given = tensors("cpu")
+        with workspace(torch.device("cpu")) as made:
+            schedule = functional.build_schedule(made, CONFIG, ids)
+            functional.forward(CONFIG, made, schedule, *given)
+            wrong = list(given)
+            wrong[position] = CHANGES[change](given[position])
+            if change == "alignment" and position == 1:  # no vector accesses to router weights
+                functional.forward(CONFIG, made, schedule, *wrong)
+                return
+            with pytest.raises(MokError):
+                functional.forward(CONFIG, made, schedule, *wrong)
+    finally:
+        set_active_emulator(before)
+
+
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_forward_costs_the_host_60_us():
     device = torch.device("cuda", torch.cuda.current_device())
     ids, given = tensors(device)

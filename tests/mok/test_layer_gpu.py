@@ -53,6 +53,7 @@ def scaled(name: str, num_tokens: int) -> Shape:
 # ------------------------------------------------------------------ against FP32
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_near_fp32(name):
     case = random_case(scaled(name, 2048), device=DEVICE, seed=1)
@@ -174,6 +175,7 @@ def test_no_route_at_all(ep_size):
     assert torch.equal(found.output, expected(case))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("lengths", [[40960], [40960, 0]], ids=str)
 def test_rows_times_hidden_pass_2_31(lengths):
     case = integer_case(Shape(40960, 7168, 64, 4, 8), device=DEVICE)
@@ -184,6 +186,7 @@ def test_rows_times_hidden_pass_2_31(lengths):
     assert torch.equal(found.output, expected(case))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_expert_weights_pass_2_31(ep_size):
     shape = Shape(512, 7168, 2048, 160 * ep_size, 8)

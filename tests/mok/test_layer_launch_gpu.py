@@ -175,6 +175,7 @@ A_SECOND = 2_000_000_000  # clock cycles of an H200, or a little more
 
 @pytest.mark.parametrize("save_context", [False, True])
 @pytest.mark.parametrize("ep_size", [1, 4])
+@pytest.mark.alone
 def test_the_host_never_waits(ep_size, save_context):
     case = random_case(Shape(4096, 1024, 512, 16, 4, 1, 512), device="cuda")
     with Layer(case, ep_size, CONFIG, "cuda") as layer:
@@ -286,6 +287,7 @@ def test_memcheck_is_clean():
 # ------------------------------------------------------------------ memory
 
 
+@pytest.mark.alone
 def test_a_closed_workspace_gives_all_memory_back():
     case = integer_case(Shape(2048, 1024, 512, 16, 4), device="cuda")
     run_layer(case, 4, CONFIG, "cuda")

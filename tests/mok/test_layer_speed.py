@@ -13,7 +13,7 @@ from mok.config import Config, Shape
 from mok.reference import random_case, relative_l2
 from tests.helpers_layer import Layer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SHAPES = [  # T, H, I, E, K, and the least TFLOP/s
     (16384, 2048, 768, 128, 8, 0),

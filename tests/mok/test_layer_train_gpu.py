@@ -94,6 +94,7 @@ def step(layer: MoELayer, case: Case, dy: Tensor) -> tuple[Tensor, dict[str, Ten
     return out.detach(), take_grads(layer, x, weights)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_trains(name: str) -> None:
     case = random_case(scaled(name), kind="skewed", device="cuda", seed=2)

@@ -19,7 +19,7 @@ from tests.helpers_layer import Layer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 SHAPE = Shape(16384, 2048, 768, 64, 8)
 RUNS = 20
 

@@ -40,6 +40,7 @@ def problem(rng, number):
     return shape, rng.choice(ROUTINGS), config, rng.choice([1, 1, 2, 3, 4])
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_thousand_steps():

@@ -166,6 +166,7 @@ def test_a_wait_for_a_signal_that_never_comes_ends(heap):
         heap.check()
 
 
+@pytest.mark.alone
 def test_growth_on_a_gpu(heap):
     first = heap.empty(10, torch.int32)
     first.peer(3).fill_(7)
@@ -176,6 +177,7 @@ def test_growth_on_a_gpu(heap):
     assert first.peer(3).eq(7).all()
 
 
+@pytest.mark.alone
 def test_closing_returns_memory():
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]

@@ -137,6 +137,15 @@ SUITES: dict[str, tuple[BenchShape, ...]] = {
         _make("OLMoE", (4096, 2048, 1024, 64, 8)),
         _make("Mixtral", (2048, 4096, 14336, 8, 2)),
     ),
+    # Where ``mok tune --exhaustive`` compares the plan's tunables with every combination on a grid.
+    "planned": (
+        _make("Qwen3-30B", (8192, 2048, 768, 128, 8)),
+        _make("Mixtral", (4096, 4096, 14336, 8, 2)),
+        _make("DeepSeek-V3 slice", (4096, 7168, 2048, 32, 8)),
+        _make("OLMoE", (8192, 2048, 1024, 64, 8)),
+        _make("Qwen3-235B slice", (4096, 4096, 1536, 32, 8)),
+        _make("Sonic 7B", (16384, 1536, 512, 64, 4)),
+    ),
     # Without a GPU: everything runs, nothing is fast.
     "cpu": (_make("small", (128, 256, 128, 8, 2)),),
 }

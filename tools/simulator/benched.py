@@ -22,12 +22,17 @@ from typing import Any
 from mok.config import Config, Shape
 from mok.errors import MokError
 from mok.tools.simulator.compare import records
-from mok.tools.simulator.engine import Engine, Rates
 from mok.tools.simulator.load import loads
 from mok.tools.simulator.machine import Machine, known_machines, load_machine
 from mok.tools.simulator.routing import Routing, recorded
 from mok.tools.simulator.scenario import Direction, Scenario
-from mok.tools.simulator.simulate import build, simulate, surroundings
+from mok.tools.simulator.simulate import (
+    at_power_limit,
+    flops_of,
+    play_rank,
+    simulate,
+    surroundings,
+)
 from mok.tools.simulator.tilecost import Costs
 
 LIMITS = {"median": 0.06, "worst": 0.15}
@@ -50,13 +55,17 @@ def _sizes(s: Shape) -> tuple[int, ...]:
 
 def virtual_ms(scenario: Scenario) -> float:
     """Milliseconds of a call whose ranks run one after another on one GPU."""
-    m, total = scenario.machine, 0.0
-    rates = Rates(m["hbm_bytes_per_s"], m.nvlink, m["network_bytes_per_s"], m["signal_s"])
-    for load in loads(scenario, Costs.ours(scenario).tile.m):
-        before, after = surroundings(scenario, load)
-        total += sum(before.values()) + sum(after.values())
-        total += Engine(build(scenario, load), rates).play().end
-    return 1e3 * total
+    all_loads = loads(scenario, Costs.ours(scenario).tile.m)
+    flops = sum(flops_of(scenario, load) for load in all_loads)
+
+    def play(now: Scenario) -> tuple[float, float, float]:
+        total = 0.0
+        for load in all_loads:
+            before, after = surroundings(now, load)
+            total += sum(before.values()) + sum(after.values()) + play_rank(now, load)[1].end
+        return total, flops, total
+
+    return 1e3 * at_power_limit(scenario, play)
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -82,8 +91,8 @@ def compare_bench(document: dict[str, Any]) -> list[dict[str, Any]]:
         if row["program"].split("-")[0] != "mok" or not row["ok"]:
             continue
         sizes = tuple(row["shape"][name] for name in "THIEK")
-        ep, config = _config(row["note"])
-        model = _predict(machine, sizes, ep, config, row["pass"], document["regime"])
+        ep, config, pairs = _config(row["note"])
+        model = _predict(machine, sizes, ep, config, row["pass"], document["regime"], pairs)
         rows.append(
             {
                 "name": f"{row['shape']['name']} {','.join(map(str, sizes))}",
@@ -123,15 +132,16 @@ def _machine(document: dict[str, Any]) -> Machine:
     raise MokError("the GPU of a bench.json must be a known machine", name)
 
 
-def _config(note: str) -> tuple[int, Config]:
-    """EP and tunables, as ``MokProgram`` notes them."""
+def _config(note: str) -> tuple[int, Config, bool]:
+    """EP, tunables, and whether CTAs worked in pairs, as ``MokProgram`` notes them."""
     found = re.fullmatch(
-        r"EP (\d+), minibatch (\d+), macrobatch (\d+)(?:, comm SMs (\d+)/(\d+))?", note
+        r"EP (\d+), minibatch (\d+), macrobatch (\d+)(?:, comm SMs (\d+)/(\d+))?(, pairs)?", note
     )
     if found is None:
         raise MokError("a row's note must tell EP and tunables", repr(note))
-    ep, minibatch, macrobatch, forward, backward = (int(g) if g else 8 for g in found.groups())
-    return ep, Config(forward, backward, minibatch, macrobatch)
+    *sizes, pairs = found.groups()
+    ep, minibatch, macrobatch, forward, backward = (int(g) if g else 8 for g in sizes)
+    return ep, Config(forward, backward, minibatch, macrobatch), pairs is not None
 
 
 @cache
@@ -148,7 +158,7 @@ def _routing(sizes: tuple[int, ...], ep: int, kind: str, seed: int) -> Routing:
 
 def _predict(
     machine: Machine, sizes: tuple[int, ...], ep: int, config: Config, name: str,
-    regime: dict[str, Any],
+    regime: dict[str, Any], pairs: bool,
 ) -> float:  # fmt: skip
     tokens, hidden, inner, experts, topk = sizes
     if tokens % ep:
@@ -162,7 +172,7 @@ def _predict(
             continue
         scenario = Scenario(
             shape, config, machine, direction, routing=routing, virtual=ep > 1,
-            save_context=name == "both",
+            save_context=name == "both", pairs=pairs,
         )  # fmt: skip
         total += virtual_ms(scenario) if ep > 1 else simulate(scenario).ms
     return total

@@ -64,6 +64,7 @@ def records() -> Iterator[Record]:
             entry["precision"],
             entry["program"],
             save_context=both or entry["save_context"],
+            pairs=entry.get("pairs", False),
         )
         plain = {
             name: entry[name]

@@ -31,10 +31,13 @@ NAMES = (
     "local_latency_s",
     "signal_s",
     "launch_s",
+    "schedule_s",
     "barrier_s",
     "network_bytes_per_s",
     "network_latency_s",
     "power_exponent",
+    "power_flops",
+    "power_base_flops",
     "clock_headroom",
 )
 """Constants of a machine; ``docs/scaling.md`` explains each."""
@@ -51,6 +54,7 @@ class Machine:
         tiles: share of the tensor cores' peak at ``clock_hz`` that the main loop sustains, by tile
             ("128x256": rows and accumulator columns of a cluster's tile), prefixed by "fp8_" where
             it is not BF16.
+        gain: the clock over ``clock_hz``, see ``clock_gain``.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Machine:
     domain: int
     constants: Table = field(repr=False)
     tiles: Table = field(repr=False)
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
         if self.arch not in TILE_ROWS:
@@ -94,18 +99,30 @@ class Machine:
         """Bytes a second that one direction of the GPU's NVLink port carries, headers included."""
         return self["nvlink_bytes_per_s"] * self["nvlink_efficiency"]
 
-    def tensor_rate(self, tile: str, precision: str, compute_sms: int) -> float:
-        """FLOP/s of one SM in the main loop of ``tile``, with ``compute_sms`` SMs multiplying.
-
-        At its power limit a chip whose SMs do not all multiply may clock higher. Dynamic power is
-        u·f·V² with V proportional to f, so f grows as u^(-1/3) (``power_exponent``) up to
-        ``clock_headroom``.
-        """
+    def tensor_rate(self, tile: str, precision: str) -> float:
+        """FLOP/s of one SM in the main loop of ``tile``, at the clock of ``gain``."""
         fp8 = precision == "mxfp8"
-        busy = max(1, min(compute_sms, self.num_sms)) / self.num_sms
-        gain = min(busy ** -self["power_exponent"], self["clock_headroom"])
         peak = self["fp8_flop_per_clock" if fp8 else "bf16_flop_per_clock"] * self["clock_hz"]
-        return peak * gain * self.tiles[("fp8_" if fp8 else "") + tile]
+        return peak * self.gain * self.tiles[("fp8_" if fp8 else "") + tile]
+
+    def clock_gain(self, flops: float, compute_sms: int, saved: float = 0.0) -> float:
+        """The clock at the power limit, over ``clock_hz``, of a GPU that sustains ``flops`` FLOP/s.
+
+        Dynamic power is (F + F0)·V², with F0 what everything but the tensor cores takes, as FLOP/s, and V
+        proportional to the clock f. So at the limit f grows as (F + F0)^(-1/2) (``power_exponent``), from
+        ``clock_hz`` at ``power_flops``, up to ``clock_headroom``. SMs that do not multiply take no F0.
+
+        Args:
+            saved: share of the power that this kernel does not take.
+        """
+        base = self["power_base_flops"]
+        taken = (flops + base * compute_sms / self.num_sms) * (1.0 - saved)
+        limit = self["power_flops"] + base
+        return min((taken / limit) ** -self["power_exponent"], self["clock_headroom"])
+
+    def at(self, gain: float) -> Machine:
+        """The machine at another clock."""
+        return replace(self, gain=gain)
 
     def with_constants(self, **values: float) -> Machine:
         """The machine with other constants."""

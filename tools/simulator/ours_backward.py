@@ -137,6 +137,7 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         signals,
         early,
         np.where(routed, tasks.minibatch, -1).tolist(),
+        tasks.group.tolist(),
     )
     items = no_items()
     if ring:

@@ -65,6 +65,7 @@ class Search:
         self.precision, self.virtual = precision, virtual
         self.tile = tile_rows(machine.arch)
         self.known: dict[tuple[Config, Direction], Result] = {}
+        self.gains: dict[Direction, float] = {}  # the clock of the last call
 
     def run(self, config: Config, direction: Direction) -> Result:
         """One simulation; what does not concern a direction does not make a new one."""
@@ -75,7 +76,8 @@ class Search:
                 self.shape, config, self.machine, direction, self.precision, "ours",
                 routing=self.routing, virtual=self.virtual, save_context=direction == "forward",
             )  # fmt: skip
-            self.known[key] = simulate(scenario)
+            self.known[key] = simulate(scenario, start_gain=self.gains.get(direction, 1.0))
+            self.gains[direction] = self.known[key].scenario.machine.gain
         return self.known[key]
 
     def trial(self, config: Config) -> Trial:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from mok.config import Config, Shape
 from mok.errors import MokError, ShapeError
+from mok.kernels_cute.machine import works_in_pairs
 from mok.tools.simulator.machine import Machine
 from mok.tools.simulator.routing import Routing, drawn
 
@@ -48,6 +49,7 @@ class Scenario:
         mxfp8_wire: dispatch pulls quantised rows.
         switches: only for the upstream program.
         overrides: other values for constants of the program's calibration, by name.
+        pairs: whether Hopper's CTAs work in pairs; None: where our launch takes that build.
 
     Raises MokError and its kinds where the parts do not fit each other.
     """
@@ -64,6 +66,7 @@ class Scenario:
     mxfp8_wire: bool = False
     switches: Switches = field(default_factory=Switches)
     overrides: Mapping[str, float] = field(default_factory=dict)
+    pairs: bool | None = None
 
     def __post_init__(self) -> None:
         choices = (("direction", Direction), ("precision", Precision), ("program", Program))
@@ -103,3 +106,12 @@ class Scenario:
         config = self.config
         backward = self.direction == "backward"
         return config.bwd_num_comm_sms if backward else config.fwd_num_comm_sms
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether two CTAs take two tasks a ticket, in step."""
+        if self.program != "ours" or self.pairs is False:
+            return False
+        machine, config = self.machine, self.config
+        sizes = (machine.num_sms, config.reserved_sms, self.comm_sms)
+        return works_in_pairs(machine.arch, *sizes, self.precision == "mxfp8")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from mok.tools.simulator import ours, ours_backward, upstream
 from mok.tools.simulator.engine import Engine, Outcome, Rates
 from mok.tools.simulator.load import RankLoad, critical, loads
+from mok.tools.simulator.pairs import paired
 from mok.tools.simulator.scenario import Scenario
 from mok.tools.simulator.tilecost import Costs
 from mok.tools.simulator.work import Work
@@ -58,40 +62,80 @@ class Result:
         return {name: getattr(self, name) for name in names}
 
 
-def simulate(scenario: Scenario, record: bool = False) -> Result:
+def simulate(scenario: Scenario, record: bool = False, start_gain: float = 1.0) -> Result:
     """Simulate one call; ``record`` keeps every task's times in ``Result.outcome.events``.
+
+    ``start_gain``: the ``Machine.gain`` of a call like this one; nearer the truth is sooner found.
 
     Raises:
         MokError: the scenario is impossible.
     """
     tile_m = 256 if scenario.program == "upstream" else Costs.ours(scenario).tile.m
     candidates = critical(loads(scenario, tile_m))
-    best: tuple[float, RankLoad, Work, Outcome] | None = None
+
+    def play(now: Scenario) -> tuple[float, float, Result]:
+        best: tuple[float, RankLoad, Work, Outcome] | None = None
+        for load in candidates:
+            work, outcome = play_rank(now, load, record)
+            if best is None or outcome.end > best[0]:
+                best = (outcome.end, load, work, outcome)
+        assert best is not None
+        found = _result(now, *best[1:])
+        return found.ms / 1e3, found.flops, found
+
+    return at_power_limit(scenario, play, start_gain)
+
+
+def play_rank(scenario: Scenario, load: RankLoad, record: bool = False) -> tuple[Work, Outcome]:
+    """The kernel of one rank."""
+    m = scenario.machine
+    rates = Rates(m["hbm_bytes_per_s"], m.nvlink, m["network_bytes_per_s"], m["signal_s"])
+    work = build(scenario, load)
+    return work, Engine(work, rates, record).play()
+
+
+T = TypeVar("T")
+ROUNDS = 5
+SETTLED = 0.003  # of the clock
+
+
+def at_power_limit(
+    scenario: Scenario, play: Callable[[Scenario], tuple[float, float, T]], start: float = 1.0
+) -> T:
+    """What ``play`` gives at the clock that the power limit allows for the rate that it finds.
+
+    Args:
+        play: scenario → (seconds, useful FLOP, result).
+        start: a guess of the clock over ``clock_hz``.
+    """
     machine = scenario.machine
-    rates = Rates(
-        machine["hbm_bytes_per_s"],
-        machine.nvlink,
-        machine["network_bytes_per_s"],
-        machine["signal_s"],
-    )
-    for load in candidates:
-        work = build(scenario, load)
-        outcome = Engine(work, rates, record).play()
-        if best is None or outcome.end > best[0]:
-            best = (outcome.end, load, work, outcome)
-    assert best is not None
-    return _result(scenario, *best[1:])
+    saved = Costs.ours(scenario).table["pair_power"] if scenario.in_pairs else 0.0
+    compute = machine.num_sms - scenario.comm_sms - scenario.config.reserved_sms
+    gain = min(start, machine["clock_headroom"])
+    tried: list[
+        tuple[float, float]
+    ] = []  # logarithms: of the clock, and of how far it is from its limit
+    while True:
+        seconds, flops, found = play(dataclasses.replace(scenario, machine=machine.at(gain)))
+        wanted = machine.clock_gain(flops / seconds, compute, saved)
+        off = math.log(wanted / gain)
+        if abs(off) < SETTLED or len(tried) == ROUNDS:
+            return found
+        tried.append((math.log(gain), off))
+        slope = -1.5  # a higher clock gives a higher rate, which allows a lower clock
+        if len(tried) > 1:
+            (x0, y0), (x1, y1) = tried[-2:]
+            slope = min(-1.0, (y1 - y0) / (x1 - x0))
+        gain = min(gain * math.exp(-off / slope), machine["clock_headroom"])
 
 
 def build(scenario: Scenario, load: RankLoad) -> Work:
     """The kernel's work on one rank."""
+    backward = scenario.direction == "backward"
     if scenario.program == "upstream":
-        if scenario.direction == "backward":
-            return upstream.backward(scenario, load)
-        return upstream.forward(scenario, load)
-    if scenario.direction == "backward":
-        return ours_backward.backward(scenario, load)
-    return ours.forward(scenario, load)
+        return upstream.backward(scenario, load) if backward else upstream.forward(scenario, load)
+    work = ours_backward.backward(scenario, load) if backward else ours.forward(scenario, load)
+    return paired(work) if scenario.in_pairs else work
 
 
 def surroundings(scenario: Scenario, load: RankLoad) -> tuple[dict[str, float], dict[str, float]]:
@@ -105,10 +149,12 @@ def surroundings(scenario: Scenario, load: RankLoad) -> tuple[dict[str, float], 
     ids = 4.0 * topk * float(scenario.routes.tokens.sum())
     before: dict[str, float] = {}
     if scenario.direction == "forward":
-        before["schedule"] = 3 * launch + 2 * barrier + 3 * ids / hbm + 12e-6
-    heap = 0 if scenario.direct else 2 if scenario.direction == "backward" else 1
-    if heap:
-        before["copy to heap"] = launch + heap * 2 * tokens * row / hbm
+        before["schedule"] = 2 * (launch + barrier) + 3 * ids / hbm + m["schedule_s"]
+    copies = 0 if scenario.direct else 2 if scenario.direction == "backward" else 1
+    if copies:
+        before["copy to heap"] = copies * (launch + 2 * tokens * row / hbm)
+    # Counters are cleared; backward plans its weight gradients.
+    before["launches"] = (2 if scenario.direction != "backward" else 3) * launch
     if barrier:
         before["barrier before"] = barrier
     after: dict[str, float] = {}
@@ -116,7 +162,8 @@ def surroundings(scenario: Scenario, load: RankLoad) -> tuple[dict[str, float], 
         if barrier:
             after["barrier after"] = barrier
         rows = topk + 1 + has_shared
-        after["token sum"] = launch + tokens * rows * row / hbm
+        sums = 2 if scenario.direction == "backward" else 1  # and router-weight gradients
+        after["token sum"] = sums * launch + tokens * rows * row / hbm
     return before, after
 
 
@@ -135,10 +182,6 @@ def _result(scenario: Scenario, load: RankLoad, work: Work, outcome: Outcome) ->
     all_compute = max(1e-12, span * work.workers)
     shares = {"main loop": outcome.busy / all_compute, "epilogue": outcome.tail / all_compute}
     shares |= {name: seconds / all_compute for name, seconds in outcome.waits.items()}
-    shape = scenario.shape
-    inner = load.routes * shape.intermediate_size
-    inner += load.tokens * (shape.shared_intermediate_size or 0)
-    per = {"forward": 6, "backward": 12, "recompute": 4}[scenario.direction]
     bounds = {name: s * 1e3 for name, s in lower_bounds(scenario, work).items()}
     waiting = {n: s for n, s in shares.items() if n not in ("main loop", "epilogue", "end")}
     bound = max(bounds, key=lambda name: bounds[name], default="launches")
@@ -157,12 +200,21 @@ def _result(scenario: Scenario, load: RankLoad, work: Work, outcome: Outcome) ->
         rank=load.rank,
         rows=load.rows,
         routes=load.routes,
-        tasks=len(work.tasks),
+        tasks=int(work.notes.get("tasks", len(work.tasks))),
         items=len(work.items),
-        flops=per * inner * shape.hidden_size,
+        flops=flops_of(scenario, load),
         outcome=outcome,
         work=work,
     )
+
+
+def flops_of(scenario: Scenario, load: RankLoad) -> float:
+    """Useful operations of a rank, by the rule of ``Result.flops``."""
+    shape = scenario.shape
+    inner = load.routes * shape.intermediate_size
+    inner += load.tokens * (shape.shared_intermediate_size or 0)
+    per = {"forward": 6, "backward": 12, "recompute": 4}[scenario.direction]
+    return float(per * inner * shape.hidden_size)
 
 
 def lower_bounds(scenario: Scenario, work: Work) -> dict[str, float]:

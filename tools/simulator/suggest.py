@@ -1,8 +1,8 @@
 """Comm SMs for ``Config.suggest``: the part of ``mok plan`` that is quick enough for a first call.
 
 How many SMs communicate matters most and follows from no rule of thumb: of 132 SMs a Mixtral layer on two
-H200s wants 4 to 8 and a Qwen3-30B layer 24. So the model tries some numbers, each direction on its own,
-on a call of a few minibatches with as many rows an expert: 16 simulations, kept for the process.
+H200s wants 4 and a Qwen3-30B layer 24. So the model tries some numbers, each direction on its own, on a call
+of a few minibatches with as many rows an expert: 16 calls, kept for the process.
 """
 
 from __future__ import annotations
@@ -61,17 +61,19 @@ def _best(start: Config, shape: Shape, arch: str, num_sms: int, precision: str) 
     machine = machine_for(arch, num_sms)
     assert machine is not None
     routing = balanced(shape)
+    gains: dict[str, float] = {}  # the clock of the last call of a direction
 
     @cache
     def ms(direction: Direction, name: str, value: int) -> float:
         changes: dict[str, int] = {name: value}
         config = dataclasses.replace(start, **changes)  # type: ignore[arg-type]
-        return simulate(
-            Scenario(
-                shape, config, machine, direction, precision, routing=routing,  # type: ignore[arg-type]
-                save_context=direction == "forward",
-            )
-        ).ms  # fmt: skip
+        scenario = Scenario(
+            shape, config, machine, direction, precision, routing=routing,  # type: ignore[arg-type]
+            save_context=direction == "forward",
+        )  # fmt: skip
+        found = simulate(scenario, start_gain=gains.get(direction, 1.0))
+        gains[direction] = found.scenario.machine.gain
+        return found.ms
 
     found = []
     for direction, name in NAMES:

@@ -94,7 +94,7 @@ class Costs:
         """Seconds of one step; ``precise``: BF16 whatever the precision."""
         precision = "bf16" if precise else self.precision
         compute_sms = self.workers * self.cluster
-        rate = self.machine.tensor_rate(self.tile_name, precision, compute_sms)
+        rate = self.machine.tensor_rate(self.tile_name, precision)
         tensor = self.step_flops() / self.cluster / rate
         # Every CTA loads its rows of A and (in a pair, half of) B through L2.
         per_cta = self.tile.m / self.cluster + self.tile.down_n / self.cluster
@@ -151,20 +151,28 @@ class Costs:
 
     # ---- communication ----
 
-    def row_s(self, latency_s: float) -> float:
-        """Seconds for one warp to copy its rows with ``latency_s`` per round of loads."""
-        t, size = self.table, 2 * self.hidden
-        whole, rest = divmod(size, int(t["comm_bytes_in_flight"]))
-        rounds = whole + -(-rest // int(t["comm_tail_bytes"]))
-        return t["row_overhead_s"] + rounds * latency_s
+    def copy_rounds(self) -> float:
+        """Rounds of loads of an item's slowest warp, as ``kernels_cute.comm`` deals them out.
+
+        The item's pairs of rows are cut in pieces; warp w takes pieces w, w + warps, …. A row's last piece
+        may be shorter; it takes ``comm_partial_rounds``.
+        """
+        t, warps = self.table, int(self.table["comm_warps"])
+        whole, rest = divmod(2 * self.hidden, int(t["comm_piece_bytes"]))
+        pieces = whole + (rest > 0)
+        cost = [1.0] * whole + [t["comm_partial_rounds"]] * (rest > 0)
+        units = pieces * (self.tile.comm_m // 2)
+        return max(
+            sum(cost[unit % pieces] for unit in range(warp, units, warps)) for warp in range(warps)
+        )
 
     def item_s(self, pull: NDArray[np.bool_], real: Array, load: RankLoad) -> Floats:
         """Seconds that an item of ``tile.comm_m`` rows keeps its SM."""
         t, m = self.table, self.machine
-        rounds = -(-self.tile.comm_m // int(t["comm_warps"] * t["comm_rows_at_once"]))
-        local = self.row_s(m["local_latency_s"])
-        near = self.row_s(m["nvlink_latency_s"])
-        far = self.row_s(m["network_latency_s"])
+        rounds = self.copy_rounds()
+        local = m["local_latency_s"] * t["comm_load"]
+        near = m["nvlink_latency_s"] * t["comm_load"]
+        far = m["network_latency_s"] * t["comm_load"]
         pulled = load.local * local + load.near * near + load.far * far
         one = np.where(pull, pulled, local)  # a push loads locally and does not wait for its stores
         fill = real / self.tile.comm_m

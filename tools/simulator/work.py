@@ -56,7 +56,9 @@ class Tasks:
         hbm: bytes read from and written to HBM.
         waits, signals, early: counter ids. ``signals`` come when results are in memory, ``early``
             when the main loop ends.
-        minibatch: for reports.
+        minibatch: for reports, and for which tasks a pair of CTAs works on at once.
+        group: the latter, in backward; empty where there is none.
+        tickets: where pairs of CTAs work (``pairs``), the tasks of each entry; else empty.
     """
 
     names: tuple[str, ...]
@@ -69,6 +71,8 @@ class Tasks:
     signals: list[Ids]
     early: list[Ids]
     minibatch: list[int]
+    group: list[int] = field(default_factory=list)
+    tickets: list[tuple[int, ...]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -1,0 +1,191 @@
+"""The Hopper mainloop with fewer instructions a K step. Same bits, same stages.
+
+The chip is bound by power, and an instruction of a warp costs about as much as moving a cache line (docs/measurements/h200.md).
+Positions that all lanes share are said to be uniform, so descriptors are made in uniform registers; the gather
+warps fence what they wrote, once, instead of eight MMA warps at each step of every task; and where all rows of a
+step exist, no copy has a predicate.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from .. import ptx
+from ..sync import advance, divide
+from .gather_sm90 import Bars
+from .operands import RowSource
+from .sm90 import Mainloop
+
+
+def high_divider(multiplier: Int64) -> tuple[Int32, Int32]:
+    """From M = ceil(2^36/d) of ``sync.divider`` to (m, s) with v // d = (v*m >> 32) >> s for v < 2^31.
+
+    m = ceil(2^(32+s)/d) < 2^32 with s + 1 = ceil(log2 d): m*d = 2^(32+s) + e with e < d ≤ 2^(s+1), so
+    v*e < 2^(32+s). There is none for d = 1: s is -1.
+    """
+    s = Int32(-1)
+    for i in range(5):
+        s += Int32(multiplier < Int64(1 << (36 - i)))
+    drop = 4 - cutlass.max(s, Int32(0))
+    return Int32((multiplier + (Int64(1) << drop) - 1) >> drop), s
+
+
+class LeanMainloop(Mainloop):
+    """``Mainloop``; see above."""
+
+    lean = True
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.full_arrivals = 1 + self.gather_threads // 32  # a gather warp arrives once
+
+    def uniform(self, *values: Int32) -> tuple[Int32, ...]:
+        """The same values, equal in all lanes."""
+        return tuple(cute.arch.make_warp_uniform(value) for value in values)
+
+    @cute.jit
+    def landed(self, bars: Bars, stage: Int32, pending: cutlass.Constexpr[int]):
+        """Hand over a stage that this warp has filled, all but its last ``pending`` groups of copies."""
+        cute.arch.cp_async_wait_group(pending)
+        # cp.async wrote through the generic proxy; wgmma reads through the async one.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(bars.full + stage)
+
+    @cute.jit
+    def gather_tile(
+        self,
+        bars: Bars,
+        sA_address: Int32,
+        x_address: Int64,
+        row_bytes: Int64,
+        rows: cute.Tensor,
+        thread: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """``Mainloop.gather_tile``; a stage is handed over when the next one's copies are on their way."""
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
+        row_step = self.gather_threads // 8
+        count = self.TILE_M // row_step
+        chunk, first = thread % 8, thread // 8
+        source = x_address + Int64(chunk * 16)
+        target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+        pitch = Int32(row_bytes)
+        sources = cute.make_rmem_tensor((count,), Int64)
+        exist = Int32(0)  # a bit per row
+        for i in cutlass.range_constexpr(count):
+            sources[i] = ptx.mad_wide(cutlass.max(rows[i], Int32(0)), pitch, source)
+            exist |= Int32(rows[i] >= 0) << i
+        whole = cute.arch.vote_all_sync(exist == (1 << count) - 1)
+        before = stage
+        for k in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            stage_target = target + stage * self.a_bytes
+            if whole:
+                for i in cutlass.range_constexpr(count):
+                    ptx.copy_async_16(stage_target + i * row_step * 128, sources[i])
+            else:
+                for i in cutlass.range_constexpr(count):
+                    ptx.cp_async_16(
+                        stage_target + i * row_step * 128, sources[i], ((exist >> i) & 1) * 16
+                    )
+            cute.arch.cp_async_commit_group()
+            for i in cutlass.range_constexpr(count):
+                sources[i] = sources[i] + Int64(self.TILE_K * 2)
+            if k > 0:
+                self.landed(bars, before, 1)
+            before = stage
+            stage, phase = advance(stage, phase, self.stages)
+        if k_tiles > 0:
+            self.landed(bars, before, 0)
+        return stage, phase
+
+    @cute.jit
+    def gather_columns(
+        self,
+        bars: Bars,
+        sA_address: Int32,
+        source: RowSource,
+        first_column: Int32,
+        routes: cute.Pointer,
+        by_topk: Int64,
+        thread: Int32,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32]:
+        """``Mainloop.gather_columns``, handed over as in ``gather_tile``."""
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
+        row_step = self.gather_threads // 8
+        per_thread = self.TILE_K // row_step
+        chunk, first = thread % 8, thread // 8
+        pitch, columns = Int32(source.row_bytes), Int32(source.row_bytes // 2)
+        first_byte = source.address + Int64(first_column + chunk * 8) * 2
+        both = first_column + 64 < columns
+        multiplier, shift = high_divider(by_topk)
+        target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+        mine = routes + first
+        rows = cute.make_rmem_tensor((per_thread,), Int64)
+        coming = cute.make_rmem_tensor((per_thread,), Int32)
+        if k_tiles > 0:
+            for i in cutlass.range_constexpr(per_thread):
+                coming[i] = cute.arch.load(mine + i * row_step, Int32)
+        before = stage
+        for k in cutlass.range(k_tiles, unroll=1):
+            exist = Int32(0)  # a bit per row
+            least = coming[0]
+            for i in cutlass.range_constexpr(per_thread):
+                least = cutlass.min(least, coming[i])
+            whole = cute.arch.vote_all_sync((least >= 0) & both & (shift >= 0))
+            if whole:
+                for i in cutlass.range_constexpr(per_thread):
+                    token = ptx.mul_hi(coming[i], multiplier, shift)
+                    rows[i] = ptx.mad_wide(token, pitch, first_byte)
+            else:
+                for i in cutlass.range_constexpr(per_thread):
+                    exist |= Int32(coming[i] >= 0) << i
+                    token = divide(cutlass.max(coming[i], Int32(0)), by_topk)
+                    rows[i] = ptx.mad_wide(token, pitch, first_byte)
+            # The last step loads its own routes again, rather than any that do not exist.
+            ahead = mine + cutlass.min(k + 1, k_tiles - 1) * self.TILE_K
+            for i in cutlass.range_constexpr(per_thread):
+                coming[i] = cute.arch.load(ahead + i * row_step, Int32)
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            stage_target = target + stage * self.a_bytes
+            if whole:
+                for i in cutlass.range_constexpr(per_thread):
+                    at = stage_target + i * row_step * 128
+                    ptx.copy_async_16(at, rows[i])
+                    ptx.copy_async_16(at + 8192, rows[i] + Int64(128))
+            else:
+                for i in cutlass.range_constexpr(per_thread):
+                    size = ((exist >> i) & 1) * 16
+                    at = stage_target + i * row_step * 128
+                    ptx.cp_async_16(at, rows[i], size)
+                    # Where nothing is copied, the address is not used.
+                    ptx.cp_async_16(at + 8192, rows[i] + Int64(128), size * Int32(both))
+            cute.arch.cp_async_commit_group()
+            if k > 0:
+                self.landed(bars, before, 1)
+            before = stage
+            stage, phase = advance(stage, phase, self.stages)
+        if k_tiles > 0:
+            self.landed(bars, before, 0)
+        return stage, phase
+
+    @cute.jit
+    def pass_tile(
+        self, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32
+    ) -> tuple[Int32, Int32]:
+        """``Mainloop.pass_tile``: one arrival a warp."""
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
+        for _ in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(bars.full + stage)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
