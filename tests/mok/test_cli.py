@@ -158,6 +158,32 @@ def test_check_of_training(capsys, what):
     assert any(case["metric"] == "mismatches" for case in found["cases"])
 
 
+def test_check_of_mxfp8_covers_both_directions(capsys, monkeypatch):
+    """Error and cosine of the output and of every gradient, against FP32; a wrong one fails."""
+    code, found = document(capsys, "check", "mxfp8", "--quick")
+    assert code == 0
+    kinds = {(c["name"].rpartition(", ")[2], c["metric"]) for c in found["cases"]}
+    gradients = ("d x", "d router_weights", "d routed gate", "d routed up", "d routed down")
+    for name in ("random", *gradients):
+        assert {(name, "relative_l2"), (name, "1 - cosine")} <= kinds, name
+    limits = {c["name"].rpartition(", ")[2]: c["limit"] for c in found["cases"]
+              if c["metric"] == "relative_l2"}  # fmt: skip
+    assert limits["d x"] == limits["random"] == 7e-2 and limits["d routed up"] == 8e-2
+    from mok import training_run
+
+    right = training_run.backward_reference
+
+    def wrong(*args, **kwargs):
+        found = right(*args, **kwargs)
+        found.routed.up.mul_(-1)
+        return found
+
+    monkeypatch.setattr(training_run, "backward_reference", wrong)
+    code, found = document(capsys, "check", "mxfp8", "--quick")
+    failed = {(c["name"].rpartition(", ")[2], c["metric"]) for c in found["cases"] if not c["ok"]}
+    assert code == 1 and {("d routed up", "relative_l2"), ("d routed up", "1 - cosine")} <= failed
+
+
 def test_check_of_training_fails_when_a_gradient_is_wrong(capsys, monkeypatch):
     from mok import training_run
 

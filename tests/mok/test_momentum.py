@@ -15,21 +15,26 @@ from torch import Tensor
 from mok import functional
 from mok.config import Config, Shape
 from mok.layer import MoELayer
-from mok.reference import random_case
+from mok.reference import random_case, routing
 from mok.reference.precision import ieee_matmul
 from tests.module_helpers import SMALL, assert_gradient, torch_layer
 
 STEPS = 64
 KINDS = ("balanced", "few_experts", "skewed", "one_expert")
-"""``few_experts`` leaves most experts empty; ``one_expert`` gets all routes."""
+"""``few_experts`` leaves half of the experts empty; ``one_expert`` gets all routes."""
 
 
 def routes(kind: str, shape: Shape, step: int) -> Tensor:
-    """Expert ids, int64 [T, K]; those of ``balanced`` are equally many for every expert."""
-    if kind != "balanced":
-        return random_case(shape, kind=kind, seed=step).top_experts
-    first = torch.randperm(shape.num_tokens, generator=torch.Generator().manual_seed(step))
-    return (first[:, None] * shape.topk + torch.arange(shape.topk)) % shape.num_experts
+    """Expert ids, int64 [T, K]; ``balanced`` has equally many for every expert."""
+    size = (shape.num_tokens, shape.topk)
+    if kind == "balanced":
+        order = torch.randperm(size[0], generator=torch.Generator().manual_seed(step))
+        return (order[:, None] * shape.topk + torch.arange(shape.topk)) % shape.num_experts
+    if kind == "one_expert":
+        return torch.full(size, shape.num_experts // 2)
+    if kind == "few_experts":  # the first half of them, always
+        return routing("random", size[0], max(shape.num_experts // 2, size[1]), size[1], step)
+    return routing(kind, size[0], shape.num_experts, size[1], step)
 
 
 def check_updates(
