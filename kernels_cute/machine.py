@@ -152,6 +152,20 @@ def works_in_pairs(
     return machine_of(arch).pairs and not mxfp8 and num_comm_ctas % 2 == 0 and needed <= whole
 
 
+PAIR_STEPS = 32  # between Qwen3-30B's 21 and Mixtral's 84
+
+
+def pays_backward(hidden: int, intermediate: int) -> bool:
+    """Whether pairs make backward faster: where a task has ``PAIR_STEPS`` K steps or more on average.
+
+    The two CTAs of a pair wait for each other at each task, which short ones do not earn back: -1.5 % on
+    Qwen3-30B, + 0.5 % on Mixtral; in forward + 0 to 3 % on either (docs/measurements/h200.md).
+    """
+    # Per row block: I/128 tasks of H/64 steps and H/256 of I/64.
+    steps = 3 * hidden * intermediate / (64 * (2 * intermediate + hidden))
+    return steps >= PAIR_STEPS
+
+
 def launch_grid(
     arch: str,
     scheduling: str | None,

@@ -269,7 +269,7 @@ class BackwardCall(Call):
         shared_grads = [self._new(T, Is) if Is else None for _ in range(3)]
         shared_partial = self._new(T, Is // 64, dtype=torch.float32) if Is else None
         shared_dx = self._new(T, H) if Is else None
-        grid, comm, pair = self.launch_shape(self.config.bwd_num_comm_sms)
+        grid, comm, pair = self.launch_shape(self.config.bwd_num_comm_sms, backward=True)
         minibatch = self.config.minibatch_size
         w.last_launch = LaunchFacts("backward", grid, comm, minibatch, self.ring, pair)
         heap = None if self.direct else w.backward

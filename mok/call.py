@@ -373,7 +373,7 @@ class Call:
                 self.stream,
             )
 
-    def launch_shape(self, comm_sms: int) -> tuple[int, int, bool]:
+    def launch_shape(self, comm_sms: int, backward: bool = False) -> tuple[int, int, bool]:
         """(CTAs, comm CTAs, whether they work in pairs) of a megakernel, in whole clusters.
 
         ``schedule_capacity_multiplier`` is a hint of the rows this rank gets, as a fraction of all routes:
@@ -382,11 +382,19 @@ class Call:
         otherwise no more than fit.
         """
         from mok.kernels import scheduling_of
-        from mok.kernels_cute.machine import launch_grid, machine_of, works_in_pairs
+        from mok.kernels_cute.machine import (
+            launch_grid,
+            machine_of,
+            pays_backward,
+            works_in_pairs,
+        )
 
         arch, sms, reserved = self.workspace.arch, num_sms(self.workspace), self.config.reserved_sms
         comm = 0 if self.direct else comm_sms
         pair = works_in_pairs(arch, sms, reserved, comm, self.mxfp8)
+        if backward:
+            s = self.shape
+            pair = pair and pays_backward(s.hidden_size, s.intermediate_size)
         cluster = machine_of(arch).cluster(pair)
         comm = -(-comm // cluster) * cluster
         usable = (sms - reserved) // cluster * cluster

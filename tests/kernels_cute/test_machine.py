@@ -14,6 +14,7 @@ from mok.kernels_cute.machine import (
     check_tile,
     launch_grid,
     machine_of,
+    pays_backward,
     works_in_pairs,
 )
 
@@ -99,6 +100,11 @@ def test_pairs_where_they_cannot_wait_for_ever():
     # 132 SMs are 66 pairs. Where 57 other CTAs sit on an SM of another pair each, 9 are left.
     assert found(132, 57, 16) and not found(132, 58, 16)
     assert found(132, 65, 0) and not found(132, 66, 0)
+
+
+def test_pairs_in_backward_where_tasks_are_long():
+    assert pays_backward(4096, 14336) and pays_backward(7168, 2048)
+    assert not pays_backward(2048, 768)
 
 
 def test_kernel_classes_refuse_before_compiling():
