@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import hashlib
 import json
 import random
@@ -78,20 +79,29 @@ def undamaged(build: Build, seed: int | None) -> Entry:
 
 def judge(build: Build, rewrite: Callable[[str], str], seed: int | None, expected: str) -> Entry:
     """A try: reported by a checker, a wrong result, or survived."""
-    before = set(emulator._PROGRAMS), set(emulator._PARSED)
     try:
-        found, _ = build.run(build.cases[case_of(build, seed)], rewrite, seed)
+        with forgotten():
+            found, _ = build.run(build.cases[case_of(build, seed)], rewrite, seed)
     except EmulatorError as error:
         return {"result": "reported", "seed": seed, "detail": first_line(error)}
-    finally:  # texts are kept by what they hold, and each mutation is a new one
-        for kept, old in zip((emulator._PROGRAMS, emulator._PARSED), before, strict=True):
-            for key in kept.keys() - old:
-                del kept[key]
     return {
         "result": "survived" if bits(found) == expected else "wrong",
         "seed": seed,
         "detail": "",
     }
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """The emulator keeps programs by their text, and each mutation is a new one: drop those of the block."""
+    caches = emulator._PROGRAMS, emulator._PARSED
+    before = [set(cache) for cache in caches]
+    try:
+        yield
+    finally:
+        for cache, old in zip(caches, before, strict=True):
+            for key in cache.keys() - old:
+                del cache[key]
 
 
 def first_line(error: EmulatorError) -> str:
