@@ -147,7 +147,7 @@ def test_forward_alone_needs_fewer_kernels(work, launches):
 
 def test_a_configuration_is_used_and_an_impossible_one_is_named(work, launches):
     program = make_program("mok", work, options(config=Config(2, 2, 256, 512)))
-    assert program.note == "EP 1, minibatch 256, macrobatch 512"
+    assert program.note == "EP 1, minibatch 256, macrobatch 512, pairs"
     with pytest.raises(Unavailable, match="comm SMs"):
         make_program("mok-ep4", work, options(config=Config(8, 8, 256, 512)))
 
