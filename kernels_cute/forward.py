@@ -79,7 +79,7 @@ class ForwardKernel(ForwardRoles):
         by_expert: bool = False,
         expert_m: int = 24,
         hints: bool = False,
-        lean: bool = False,
+        lean: bool | None = None,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")

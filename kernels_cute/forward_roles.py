@@ -338,6 +338,7 @@ class ForwardRoles(MegaKernel):
             (some,) = self.common(some)
             if some != 0:
                 at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
+                chunk, chunk_phase = self.common(chunk, chunk_phase)
                 if kind == UP or kind == SHARED_UP:
                     chunk, chunk_phase = self.hidden_epilogue(
                         ctx, shared, worker, entry, at, chunk, chunk_phase

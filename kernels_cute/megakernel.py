@@ -109,7 +109,7 @@ class MegaKernel(PairTurns):
             machine's.
         pair: clusters of two CTAs that share B (``pairs``), in BF16 on Hopper.
         hints: L2 gives up weights and results before other data, on Hopper.
-        lean: fewer instructions a K step, on Hopper (``gemm.lean_sm90``).
+        lean: fewer instructions a K step, on Hopper (``gemm.lean_sm90``). None: the machine's.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -131,7 +131,7 @@ class MegaKernel(PairTurns):
         lead: int | None = None,
         pair: bool = False,
         hints: bool = False,
-        lean: bool = False,
+        lean: bool | None = None,
     ):
         self.arch = arch
         self.direct = direct
@@ -150,6 +150,8 @@ class MegaKernel(PairTurns):
                 "pairs that share B are for BF16 on Hopper", f"{arch}, mxfp8={mxfp8}"
             )
         self.pair = pair
+        if lean is None:
+            lean = self.machine.lean
         if (hints or lean) and not self.hopper:
             raise ResourceError("hints and lean are for Hopper", arch)
         self.ctas = self.machine.cluster(pair)

@@ -151,6 +151,15 @@ def copy_async_16(shared_address: Int32, global_address: Int64) -> None:
     )
 
 
+def mul_hi(a: Int32, b: Int32, shift: Int32) -> Int32:
+    """The high word of the unsigned product a*b, shifted right."""
+    return cute.arch.inline_ptx(
+        "{\n\t.reg .b32 t;\n\tmul.hi.u32 t, {$r0}, {$r1};\n\tshr.u32 {$w0}, t, {$r2};\n\t}",
+        write_only_types=[Int32],
+        read_only_args=[a, b, shift],
+    )
+
+
 def mad_wide(a: Int32, b: Int32, c: Int64) -> Int64:
     """a*b + c with a 64-bit product of two unsigned numbers: one instruction for a row's address."""
     return cute.arch.inline_ptx(

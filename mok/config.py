@@ -233,7 +233,7 @@ class Config:
         """What ``mok tune`` found for this shape on this GPU, else a reasonable start: the two-wave
         minibatch (all rows up to 65536 where they are gathered in place, at EP = 1 in BF16), a ring of at
         most 32 of them, and elsewhere the comm SMs that the simulator finds best on this kind of GPU
-        (about a second, once a shape).
+        (a few seconds, once a shape).
 
         Args:
             device: a machine name ("h200"), a CUDA ``torch.device``, or any object with ``arch``

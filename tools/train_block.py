@@ -1,53 +1,52 @@
-"""The whole optimizer step of a few transformer blocks of a large model, with MoK's MoE layer and with torch's.
+"""The whole optimizer step of a few transformer blocks of a large model: MoK's MoE layer, torch's and SonicMoE's.
 
     python -m mok.tools.train_block --out results/       # four blocks of Qwen3-30B-A3B, on one GPU
+    python -m mok.tools.train_block --layers mok mxfp8 torch sonic --out results/
 
 Prints tokens/s, the MoE layers' share of the step, and two ratios side by side: that of the layer alone
 (forward and backward) and that of the whole step. They differ since a step is also attention, norms and
-optimizer. Programs take turns, so that clocks and temperature are shared. Nothing is checked here: the exit
-code is 0 if everything ran.
+optimizer. Programs take turns, so that clocks and temperature are shared. Beside the times stands how far a
+layer's output is from torch's, from the same weights. Peers that are not installed or fail are named with
+the reason; the exit code is 0 if ours ran.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 
 from mok.errors import DeviceError
 from mok.layer import MoELayer
 from mok.models import MODELS
+from mok.reference import relative_l2
+from mok.tools.bench.programs.base import Unavailable
+from mok.tools.bench.tables import wide
+from mok.tools.bench.timing import reason_of
+from mok.tools.bench.versions import versions
+from mok.tools.train import block_layers
+from mok.tools.train.block_layers import GroupedMoELayer, SonicMoELayer
 
-
-class GroupedMoELayer(MoELayer):
-    """``MoELayer`` of one rank, without a shared expert, as the usual torch: sort, ``_grouped_mm``, index_add."""
-
-    def _compute(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        x, topk = x.to(torch.bfloat16), self.spec.topk
-        weights, ids = weights.reshape(-1, topk), ids.reshape(-1, topk)
-        sorted_ids, order = ids.flatten().sort(stable=True)
-        experts = torch.arange(self.spec.num_experts, device=x.device)
-        ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
-        token = order // topk
-        rows = x.index_select(0, token)
-        gate = torch._grouped_mm(rows, self.routed_gate.transpose(1, 2), offs=ends)
-        up = torch._grouped_mm(rows, self.routed_up.transpose(1, 2), offs=ends)
-        y = torch._grouped_mm(silu(gate) * up, self.routed_down.transpose(1, 2), offs=ends)
-        scale = weights.flatten().index_select(0, order).to(y.dtype)
-        return torch.zeros_like(x).index_add(0, token, y * scale.unsqueeze(1))
-
-
-LAYERS: dict[str, type[MoELayer]] = {"mok": MoELayer, "torch": GroupedMoELayer}
+LAYERS: dict[str, Callable[..., MoELayer]] = {
+    "mok": MoELayer,
+    "mxfp8": partial(MoELayer, precision="mxfp8"),
+    "torch": GroupedMoELayer,
+    "sonic": SonicMoELayer,
+}
+OURS = ("mok", "mxfp8")
+DEFAULT = ("mok", "torch", "sonic")
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,42 @@ class Program:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+def programs_of(
+    names: Sequence[str], size: Size, device: torch.device, say: Callable[[str], None]
+) -> tuple[list[Program], dict[str, float], list[dict[str, str]]]:
+    """The programs after their first step, their outputs' distances, and what is missing.
+
+    Distances are relative L2, of the first block's layer on the input, from "torch" (or the first program).
+    A peer that cannot be set up or cannot do a step is missing; ours raises.
+    """
+    programs: list[Program] = []
+    outputs: dict[str, Tensor] = {}
+    missing: list[dict[str, str]] = []
+    for name in names:
+        begin, reason = time.perf_counter(), ""
+        try:
+            program = Program(name, size, device)
+            output = program.moes[0](program.x).detach()
+            program.step()
+            program.layers()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            programs.append(program)
+            outputs[name] = output
+        except Exception as error:
+            if name in OURS:
+                raise
+            reason = str(error) if isinstance(error, Unavailable) else reason_of(error)
+        if reason:
+            program = output = None  # type: ignore[assignment]
+            gc.collect()
+            missing.append({"program": name, "reason": reason})
+        say(f"{name}: " + (reason or f"first step after {time.perf_counter() - begin:.1f} s"))
+    base = outputs.get("torch", next(iter(outputs.values()), None))
+    away = {name: relative_l2(value, base) for name, value in outputs.items() if base is not None}
+    return programs, away, missing
+
+
 def milliseconds(work: Callable[[], None], device: torch.device) -> float:
     """Time of one call."""
     if device.type == "cpu":
@@ -174,12 +209,9 @@ def measure(
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(DEFAULT))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm", type=int, default=5, help="rounds that are not counted")
     parser.add_argument("--out", type=Path, help="folder for step.json")
@@ -187,47 +219,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     default = Size(qwen.hidden_size, qwen.intermediate_size, qwen.num_experts, qwen.topk)
     for name, value in asdict(default).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from rich.console import Console
+
+    args, console = parse(argv), Console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and "mok" in args.layers:
+    if device.type == "cpu" and any(name in OURS for name in args.layers):
         raise DeviceError("MoK's layer needs a GPU", "none", "Use --layers torch")
-    size = Size(**{name: getattr(args, name) for name in asdict(default)})
-    programs = [Program(name, size, device) for name in args.layers]
-    rows = measure(programs, size, device, args.rounds, args.warm)
+    size = Size(**{name: getattr(args, name) for name in asdict(Size())})
+    try:
+        programs, away, missing = programs_of(args.layers, size, device, console.print)
+        rows = measure(programs, size, device, args.rounds, args.warm) if programs else []
+    finally:
+        block_layers.close()
+    for row in rows:
+        row["output_error"] = away[row["program"]]
     document = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "torch": torch.__version__,
+        "versions": versions(["mok", "torch", "sonic"]),
         "size": asdict(size),
         "rows": rows,
+        "missing": missing,
     }
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "step.json").write_text(json.dumps(document, indent=1) + "\n")
+    show(document, size, console)
+    return 0 if rows else 1
+
+
+def show(document: dict[str, Any], size: Size, console: Any) -> None:
+    """The rows as a table, and what is missing."""
+    from rich.table import Table
+
+    forms: dict[str, Callable[[dict[str, Any]], str]] = {
+        "program": lambda row: str(row["program"]),
+        "step ms": lambda row: f"{row['step_ms']:.2f}",
+        "±%": lambda row: f"{100 * row['spread']:.0f}",
+        "tokens/s/GPU": lambda row: f"{row['tokens_per_s']:.0f}",
+        "MoE ms": lambda row: f"{row['moe_ms']:.2f}",
+        "share": lambda row: f"{row['moe_share']:.0%}",
+        "layer ratio": lambda row: f"{row['layer_ratio']:.2f}",
+        "step ratio": lambda row: f"{row['step_ratio']:.2f}",
+        "output differs": lambda row: f"{row['output_error']:.1e}",
+    }
     table = Table(
         title=f"One step of {size.blocks} blocks, {size.tokens} tokens, {document['device']}"
     )
-    for column in (
-        "program",
-        "step ms",
-        "tokens/s",
-        "MoE ms",
-        "share",
-        "layer ratio",
-        "step ratio",
-    ):
+    for column in forms:
         table.add_column(column, justify="left" if column == "program" else "right")
-    for row in rows:
-        table.add_row(
-            row["program"],
-            f"{row['step_ms']:.2f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['moe_ms']:.2f}",
-            f"{row['moe_share']:.0%}",
-            f"{row['layer_ratio']:.2f}",
-            f"{row['step_ratio']:.2f}",
+    for row in document["rows"]:
+        table.add_row(*(form(row) for form in forms.values()))
+    wide(console).print(table)
+    for entry in document["missing"]:
+        console.print(
+            f"not measured: {entry['program']}: {entry['reason']}", soft_wrap=True, markup=False
         )
-    Console().print(table)
-    return 0
 
 
 if __name__ == "__main__":

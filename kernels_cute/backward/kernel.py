@@ -87,7 +87,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         expert_m: int = 24,
         weight_m: int | None = None,
         hints: bool = False,
-        lean: bool = False,
+        lean: bool | None = None,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")

@@ -17,6 +17,19 @@ from .operands import RowSource
 from .sm90 import Mainloop
 
 
+def high_divider(multiplier: Int64) -> tuple[Int32, Int32]:
+    """From M = ceil(2^36/d) of ``sync.divider`` to (m, s) with v // d = (v*m >> 32) >> s for v < 2^31.
+
+    m = ceil(2^(32+s)/d) < 2^32 with s + 1 = ceil(log2 d): m*d = 2^(32+s) + e with e < d ≤ 2^(s+1), so
+    v*e < 2^(32+s). There is none for d = 1: s is -1.
+    """
+    s = Int32(-1)
+    for i in range(5):
+        s += Int32(multiplier < Int64(1 << (36 - i)))
+    drop = 4 - cutlass.max(s, Int32(0))
+    return Int32((multiplier + (Int64(1) << drop) - 1) >> drop), s
+
+
 class LeanMainloop(Mainloop):
     """``Mainloop``; see above."""
 
@@ -104,50 +117,56 @@ class LeanMainloop(Mainloop):
         stage: Int32,
         phase: Int32,
     ) -> tuple[Int32, Int32]:
-        """``Mainloop.gather_columns``, handed over as in ``gather_tile``.
-
-        A strip outside the matrix repeats the one inside: its products are columns that nobody stores.
-        """
+        """``Mainloop.gather_columns``, handed over as in ``gather_tile``."""
         stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
         row_step = self.gather_threads // 8
         per_thread = self.TILE_K // row_step
         chunk, first = thread % 8, thread // 8
         pitch, columns = Int32(source.row_bytes), Int32(source.row_bytes // 2)
         first_byte = source.address + Int64(first_column + chunk * 8) * 2
-        second = Int64(cutlass.min(columns - first_column - 64, Int32(64)) * 2)
+        both = first_column + 64 < columns
+        multiplier, shift = high_divider(by_topk)
         target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
         mine = routes + first
-        ids = cute.make_rmem_tensor((per_thread,), Int32)
+        rows = cute.make_rmem_tensor((per_thread,), Int64)
         coming = cute.make_rmem_tensor((per_thread,), Int32)
         if k_tiles > 0:
             for i in cutlass.range_constexpr(per_thread):
                 coming[i] = cute.arch.load(mine + i * row_step, Int32)
         before = stage
         for k in cutlass.range(k_tiles, unroll=1):
+            exist = Int32(0)  # a bit per row
             least = coming[0]
             for i in cutlass.range_constexpr(per_thread):
-                ids[i] = coming[i]
                 least = cutlass.min(least, coming[i])
+            whole = cute.arch.vote_all_sync((least >= 0) & both & (shift >= 0))
+            if whole:
+                for i in cutlass.range_constexpr(per_thread):
+                    token = ptx.mul_hi(coming[i], multiplier, shift)
+                    rows[i] = ptx.mad_wide(token, pitch, first_byte)
+            else:
+                for i in cutlass.range_constexpr(per_thread):
+                    exist |= Int32(coming[i] >= 0) << i
+                    token = divide(cutlass.max(coming[i], Int32(0)), by_topk)
+                    rows[i] = ptx.mad_wide(token, pitch, first_byte)
             # The last step loads its own routes again, rather than any that do not exist.
             ahead = mine + cutlass.min(k + 1, k_tiles - 1) * self.TILE_K
             for i in cutlass.range_constexpr(per_thread):
                 coming[i] = cute.arch.load(ahead + i * row_step, Int32)
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             stage_target = target + stage * self.a_bytes
-            if cute.arch.vote_all_sync(least >= 0):
+            if whole:
                 for i in cutlass.range_constexpr(per_thread):
-                    row = ptx.mad_wide(divide(ids[i], by_topk), pitch, first_byte)
                     at = stage_target + i * row_step * 128
-                    ptx.copy_async_16(at, row)
-                    ptx.copy_async_16(at + 8192, row + second)
+                    ptx.copy_async_16(at, rows[i])
+                    ptx.copy_async_16(at + 8192, rows[i] + Int64(128))
             else:
                 for i in cutlass.range_constexpr(per_thread):
-                    size = Int32(ids[i] >= 0) * 16
-                    token = divide(cutlass.max(ids[i], Int32(0)), by_topk)
-                    row = ptx.mad_wide(token, pitch, first_byte)
+                    size = ((exist >> i) & 1) * 16
                     at = stage_target + i * row_step * 128
-                    ptx.cp_async_16(at, row, size)
-                    ptx.cp_async_16(at + 8192, row + second, size)
+                    ptx.cp_async_16(at, rows[i], size)
+                    # Where nothing is copied, the address is not used.
+                    ptx.cp_async_16(at + 8192, rows[i] + Int64(128), size * Int32(both))
             cute.arch.cp_async_commit_group()
             if k > 0:
                 self.landed(bars, before, 1)

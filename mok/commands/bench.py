@@ -56,6 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--routing", default="random", choices=("random", "skewed", "half"),
         help="uniform; a power law; one expert with half of all routes",
     )  # fmt: skip
+    what.add_argument(
+        "--precision", choices=("bf16", "mxfp8"),
+        help="mxfp8: ours with experts in MXFP8 beside ours in BF16, and accuracy beside times. With "
+        "--suite published or sweep: only this one",
+    )  # fmt: skip
     what.add_argument("--seed", type=int, default=0)
     peers = parser.add_argument_group("peers")
     peers.add_argument(
@@ -161,6 +166,11 @@ def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:
     peers, paths = parse_peers(args.peers)
     tunable = ""
     if args.sweep:
+        if args.precision == "mxfp8":
+            raise MokError(
+                "a sweep of one tunable is of the BF16 layer", "--precision mxfp8",
+                "Leave it out, or use --suite sweep --precision mxfp8",
+            )  # fmt: skip
         from mok.tools.bench.sweep import tunable_named
 
         tunable = tunable_named(args.sweep)
@@ -170,7 +180,8 @@ def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:
     else:
         # The ceiling next to ours: it is what a short budget must not leave out.
         peers.sort(key=lambda name: name != "cublas")
-        names = ["mok"] + ([f"mok-ep{args.ep}"] if args.ep > 1 else []) + peers
+        ours = ["mok"] + (["mok-mxfp8"] if args.precision == "mxfp8" else [])
+        names = ours + ([f"{name}-ep{args.ep}" for name in ours] if args.ep > 1 else []) + peers
         entries = [Entry(name) for name in names]
     settings = Settings(
         shapes=shapes,
@@ -205,8 +216,8 @@ def parse_peers(given: list[str] | None) -> tuple[list[str], dict[str, str]]:
         name, _, path = entry.partition("=")
         if name == "none":
             continue
-        if name not in PROGRAMS or name == "mok":
-            known = ", ".join(p for p in PROGRAMS if p != "mok")
+        if name not in PROGRAMS or name.startswith("mok"):
+            known = ", ".join(p for p in PROGRAMS if not p.startswith("mok"))
             raise MokError("a peer must be a known one", repr(name), f"Known: {known}, none")
         if name not in names:
             names.append(name)
@@ -297,6 +308,8 @@ def measure(args: argparse.Namespace, prepared: Run) -> dict[str, Any]:
                 ratios=results.ratios(runner.rows),
             )
             document["means"] = results.geometric_means(document["ratios"])
+            hopper = backend.on_gpu and backend.arch == "sm_90a"
+            document["precisions"] = results.precisions(runner.rows, hopper)
             document["telemetry"] = telemetry.name
             if args.out:
                 write_document(Path(args.out) / "bench.json", document)
@@ -311,16 +324,16 @@ def measure(args: argparse.Namespace, prepared: Run) -> dict[str, Any]:
 
 def compile_kernels(args: argparse.Namespace, prepared: Run) -> None:
     """Fill the compile cache with several processes at once."""
-    from mok.tools.bench.programs.ours import ep_size_of
+    from mok.tools.bench.programs.ours import ep_size_of, precision_of
     from mok.tools.bench.warm import Compilation, layer_specs
 
     assert prepared.backend.arch is not None
     trains = any(p != "forward" for p in prepared.settings.passes)
     specs = []
-    for direct in {
-        ep_size_of(e.name) == 1 for e in prepared.settings.entries if e.name[:3] == "mok"
-    }:
-        specs += layer_specs(prepared.backend.arch, direct, trains)
+    for name in (e.name for e in prepared.settings.entries if e.name.startswith("mok")):
+        mxfp8 = precision_of(name) == "mxfp8"
+        direct = ep_size_of(name) == 1 and not mxfp8
+        specs += layer_specs(prepared.backend.arch, direct, trains, mxfp8)
     compilation = Compilation(list(dict.fromkeys(specs)), args.workers)
     if compilation.processes:
         prepared.say(f"compiling our kernels in {len(compilation.processes)} processes")
@@ -392,7 +405,8 @@ def finish(args: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def passed(document: dict[str, Any]) -> bool:
-    """Ours ran, is right, has the same bits everywhere, and is no slower than the run before."""
+    """Ours ran, is right, has the same bits everywhere, and is no slower than the run before;
+    MXFP8, where asked for, ran, and on Hopper has its share of BF16's speed."""
     if "suite" in document:
         from mok.tools.bench.published import command as published
 
@@ -406,7 +420,9 @@ def passed(document: dict[str, Any]) -> bool:
     same = all(entry["ok"] for entry in document["bits"])
     earlier = document.get("against")
     fast = earlier is None or (bool(earlier["rows"]) and all(r["ok"] for r in earlier["rows"]))
-    return right and same and fast
+    near = all(entry["ok"] for entry in document["precisions"])
+    near = near and not any(m["program"].startswith("mok-mxfp8") for m in document["missing"])
+    return right and same and fast and near
 
 
 def show(document: dict[str, Any], console: Console) -> None:

@@ -10,6 +10,8 @@ from rich.console import Console
 from mok.models import MODELS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mok.backends import Backend
     from mok.commands.check_cases import CheckCase
 
@@ -79,7 +81,8 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 def run_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
     """Rows of the document: the case's error and whether it is within the limit.
 
-    In MXFP8 random values have two rows: against the quantised reference, and against FP32.
+    In MXFP8 random values have three rows: error and cosine against FP32, and against the quantised
+    reference.
     """
     from mok.backends import run_forward
     from mok.reference import (
@@ -108,6 +111,7 @@ def run_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
     if case.precision == "mxfp8":
         quantised = forward_reference(inputs, case.ep_size, precision="mxfp8")
         error = relative_l2(found, quantised)
+        rows.append(cosine_row(case.name, found, expected))
         rows.append(row(f"{case.name}, against the quantised", case.metric, error, MXFP8_LIMIT))
     return rows
 
@@ -115,6 +119,14 @@ def run_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
 def row(name: str, metric: str, value: float, limit: float) -> dict[str, Any]:
     """One case of the document."""
     return {"name": name, "metric": metric, "value": value, "limit": limit, "ok": value <= limit}
+
+
+def cosine_row(name: str, found: Tensor, expected: Tensor) -> dict[str, Any]:
+    """The distance of a cosine from 1."""
+    from mok.reference import FP32_COSINE_LIMIT, cosine
+
+    value = 1 - cosine(found, expected)
+    return row(name, "1 - cosine", value, 1 - FP32_COSINE_LIMIT)
 
 
 def passed(document: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from mok.config import Config, Shape, tile_rows
 from mok.models import MODELS
 from mok.reference import (
     FP32_GRADIENT_LIMIT,
+    FP32_LIMIT,
     GRADIENT_LIMIT,
     MXFP8_LIMIT,
     ROUTINGS,
@@ -61,8 +62,12 @@ def backward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator
 
 
 def run_backward_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]:
-    """One row of the document: the worst gradient of the case against the oracle."""
-    from mok.commands.check import row
+    """One row of the document: the worst gradient of the case against the oracle.
+
+    In MXFP8 random values have one for the worst against the quantised reference, and error and cosine of
+    each gradient against FP32.
+    """
+    from mok.commands.check import cosine_row, row
 
     inputs = case.make()
     exact = case.metric == "mismatches"
@@ -75,7 +80,7 @@ def run_backward_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]
     def compared(expected: Gradients, name: str, limit: float) -> dict[str, Any]:
         errors = [
             _error(value, oracle, exact)
-            for value, oracle in _pairs(found, expected)
+            for _, value, oracle in _pairs(found, expected)
             # Each rank rounds its own sum for the shared expert; the oracle has one for all.
             if not exact or value.shape == oracle.shape
         ]
@@ -91,7 +96,13 @@ def run_backward_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]
         rows.append(compared(quantised, f"{case.name}, against the quantised", limit))
     if not rows or not exact:
         expected = backward_oracle(inputs, dy) if backend.on_gpu else backward_loop(inputs, dy)
-        rows.append(compared(expected, case.name, case.limit))
+        if not rows:
+            return [compared(expected, case.name, case.limit)]
+        for name, value, oracle in _pairs(found, expected):
+            text = f"{case.name}, d {name}"
+            limit = FP32_LIMIT if name == "x" else FP32_GRADIENT_LIMIT
+            rows.append(row(text, case.metric, _error(value, oracle, False), limit))
+            rows.append(cosine_row(text, *_joined(value, oracle)))
     return rows
 
 
@@ -100,7 +111,7 @@ def mxfp8_backward_cases(backend: Backend, model: str | None, quick: bool) -> It
     for case in mxfp8_model_cases(backend, model, quick):
         if case.metric == "relative_l2":
             name = f"{case.name}, backward"
-            yield dataclasses.replace(case, name=name, limit=FP32_GRADIENT_LIMIT)
+            yield dataclasses.replace(case, name=name)
     if model:
         return
     # As ``backward_cases``: one expert in three tiles, a ring of one.
@@ -133,18 +144,24 @@ def mxfp8_bits_cases(backend: Backend, model: str | None, quick: bool) -> Iterat
         )
 
 
-def _pairs(found: Gradients, expected: Gradients) -> Iterator[tuple[Tensor, Tensor]]:
-    """Gradients with their oracles."""
+def _pairs(found: Gradients, expected: Gradients) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Names and gradients with their oracles."""
     oracle = expected.named()
     for name, value in found.named().items():
-        yield value, oracle[name]
+        yield name, value, oracle[name]
+
+
+def _joined(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, ranks' sums for the shared expert added up."""
+    if found.shape != expected.shape:
+        found = found.double().sum(0, keepdim=True)
+    return found, expected
 
 
 def _error(found: Tensor, expected: Tensor, exact: bool) -> float:
     if exact:  # every sum is; its one rounding is the same
         return float((found != expected.to(found.dtype)).sum())
-    if found.shape != expected.shape:  # ranks' sums for the shared expert
-        found = found.double().sum(0, keepdim=True)
+    found, expected = _joined(found, expected)
     # Of a gradient that is zero everywhere, such as no token's, any error is too much.
     if not expected.any():
         return float("inf") if found.any() else 0.0

@@ -24,6 +24,7 @@ from mok.reference.cases import (
 from mok.reference.gradients import backward_loop, backward_oracle
 from mok.reference.layer import forward_reference, swiglu, token_sum
 from mok.reference.mxfp8 import (
+    FP32_COSINE_LIMIT,
     FP32_GRADIENT_LIMIT,
     FP32_LIMIT,
     MXFP8_LIMIT,
@@ -38,6 +39,7 @@ from mok.reference.mxfp8 import (
 from mok.reference.oracle import (
     BF16_LIMIT,
     GRADIENT_LIMIT,
+    cosine,
     forward_loop,
     forward_oracle,
     relative_l2,
@@ -47,6 +49,7 @@ from mok.reference.schedule import RankSchedule, schedule_reference, token_order
 
 __all__ = [
     "BF16_LIMIT",
+    "FP32_COSINE_LIMIT",
     "FP32_GRADIENT_LIMIT",
     "FP32_LIMIT",
     "GRADIENT_LIMIT",
@@ -60,6 +63,7 @@ __all__ = [
     "backward_loop",
     "backward_oracle",
     "backward_reference",
+    "cosine",
     "expand",
     "fma32",
     "forward_loop",

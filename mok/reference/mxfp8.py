@@ -19,6 +19,7 @@ BLOCK = 32  # elements that share a scale
 E4M3_MAX = 448.0
 MXFP8_LIMIT = 5e-3  # relative L2 of the layer in MXFP8 against the quantised reference
 FP32_LIMIT = 7e-2  # the same against FP32: what quantising costs
+FP32_COSINE_LIMIT = 0.996  # cosine of each output and gradient with that in FP32
 FP32_GRADIENT_LIMIT = 8e-2  # the same of weight gradients; that of x has the limit of outputs
 TILE = 128  # rows and columns of a tile of the hardware's scale layout
 

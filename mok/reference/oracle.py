@@ -96,6 +96,18 @@ def forward_oracle(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
     return out
 
 
+def cosine(found: Tensor, expected: Tensor) -> float:
+    """Of the angle between two tensors, in FP64; 1 if both are zero, 0 if only one is."""
+    sums = torch.zeros(3, dtype=torch.float64, device=found.device)
+    for part, wanted in zip(*(t.reshape(-1).split(_PART) for t in (found, expected)), strict=True):
+        a, b = part.double(), wanted.to(found.device).double()
+        sums += torch.stack([a @ b, a @ a, b @ b])
+    product, a, b = sums.tolist()
+    if a == 0 or b == 0:
+        return float(a == b)
+    return float(product / math.sqrt(a * b))
+
+
 def relative_l2(found: Tensor, expected: Tensor) -> float:
     """‖found − expected‖ / ‖expected‖ in FP64; 0 if both are zero, infinite if only expected is.
 

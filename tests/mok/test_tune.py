@@ -260,6 +260,39 @@ def test_command_keeps_the_suggestion_where_nothing_is_faster(capsys, gpu, monke
     assert found["best"] == found["suggested"] and found["best_ms"] == 5.0
 
 
+def test_command_times_a_grid_beside_the_plan(capsys, gpu, folder, monkeypatch):
+    """``--exhaustive``: its exit code says whether the plan reaches 0.97 of the best, everywhere."""
+    from mok.tools.bench import grid, warm
+
+    case = {"shape": dict(T=8, H=64, I=64, E=4, K=2), "ep": 2, "plan_ms": 1.0, "best_ms": 0.98,
+            "plan": tune_values(), "best": tune_values(), "finished": True}  # fmt: skip
+    given = []
+
+    def run(device, num_sms, arch, clock, plans, budget_s, path, say, cases=None):
+        given.append((num_sms, arch, budget_s, path.name))
+        return [case | {"reached": run.reached}]
+
+    monkeypatch.setattr(grid, "Plans", lambda cases, machine, workers: FakePlans())
+    monkeypatch.setattr(grid, "run_grid", run)
+    monkeypatch.setattr(warm, "layer_specs", lambda *a: [])
+    for reached, code in ((0.98, 0), (0.96, 1)):
+        run.reached = reached
+        argv = ("--exhaustive", str(folder / "g.jsonl"), "--budget-s", "30")
+        assert document(capsys, *argv)[0] == code
+        assert cli.main(["tune", *argv]) == code
+        assert "the best of all combinations" in capsys.readouterr().out
+    assert set(given) == {(132, "sm_90a", 30.0, "g.jsonl")}
+
+
+def tune_values() -> dict:
+    return dict(fwd_num_comm_sms=8, bwd_num_comm_sms=8, minibatch_size=128, macrobatch_size=256)
+
+
+class FakePlans:
+    def close(self) -> None:
+        pass
+
+
 def test_command_needs_a_gpu(capsys, monkeypatch):
     none = RuntimeBackend(None, None, "there is no NVIDIA driver")
     monkeypatch.setattr(runtime_device, "best_backend", lambda: none)

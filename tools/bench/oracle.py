@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mok.reference import forward_oracle, relative_l2
+from mok.reference import FP32_COSINE_LIMIT, FP32_GRADIENT_LIMIT, FP32_LIMIT, forward_oracle
 from mok.reference.precision import ieee_matmul
 from mok.tools.bench.work import Work
 
@@ -17,6 +19,56 @@ GRADIENT_LIMIT = 1.5e-2
 in an output and 5e-3 in gradients, more where sums are kept in BF16 as in torch's pipeline."""
 
 GRADIENTS = ("x", "router_weights", "gate", "up", "down")
+_PART = 1 << 27  # elements that are compared in FP64 at a time
+
+
+def error_limit(name: str, precision: str) -> float:
+    """Of "output" or one of ``GRADIENTS``."""
+    if precision == "mxfp8":
+        return FP32_LIMIT if name in ("output", "x") else FP32_GRADIENT_LIMIT
+    return OUTPUT_LIMIT if name == "output" else GRADIENT_LIMIT
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a tensor agrees with the oracle's: relative L2 error, and the cosine of the two."""
+
+    error: float
+    cosine: float
+
+    def ok(self, name: str, precision: str) -> bool:
+        """Whether it is within the limits; NaN is not."""
+        near = self.error <= error_limit(name, precision)
+        return near and (precision != "mxfp8" or self.cosine >= FP32_COSINE_LIMIT)
+
+
+class _Sums:
+    """Of ‖found − expected‖², ‖expected‖², ‖found‖² and found·expected, in FP64."""
+
+    def __init__(self) -> None:
+        self.values = [0.0] * 4
+
+    def add(self, found: Tensor, expected: Tensor) -> None:
+        parts = (t.reshape(-1).split(_PART) for t in (found, expected))
+        for mine, wanted in zip(*parts, strict=True):
+            a, b = mine.double(), wanted.double()
+            new = torch.stack([(a - b).square().sum(), b @ b, a @ a, a @ b]).tolist()
+            self.values = [old + more for old, more in zip(self.values, new, strict=True)]
+
+    def match(self) -> Match:
+        difference, size, own, product = self.values
+        if size == 0:
+            same = difference == 0
+            return Match(0.0 if same else math.inf, 1.0 if same else 0.0)
+        cosine = product / math.sqrt(size * own) if own else 0.0
+        return Match(math.sqrt(difference / size), cosine)
+
+
+def match(found: Tensor, expected: Tensor) -> Match:
+    """Of two tensors of one shape."""
+    sums = _Sums()
+    sums.add(found, expected)
+    return sums.match()
 
 
 class Oracle:
@@ -26,14 +78,22 @@ class Oracle:
         self.work = work
         self._output: Tensor | None = None
 
-    def output_error(self, output: Tensor) -> float:
-        """Relative L2 error of an output [T, H]."""
+    def output_match(self, output: Tensor) -> Match:
+        """Of an output [T, H]."""
         if self._output is None:
             self._output = forward_oracle(self.work.case())
-        return relative_l2(output, self._output)
+        return match(output, self._output)
+
+    def output_error(self, output: Tensor) -> float:
+        """Relative L2 error of an output [T, H]."""
+        return self.output_match(output).error
 
     def gradient_errors(self, found: Mapping[str, Tensor]) -> dict[str, float]:
-        """Relative L2 error of each of ``GRADIENTS``.
+        """Relative L2 error of each of ``GRADIENTS``."""
+        return {name: each.error for name, each in self.gradient_matches(found).items()}
+
+    def gradient_matches(self, found: Mapping[str, Tensor]) -> dict[str, Match]:
+        """Of each of ``GRADIENTS``.
 
         FP32 gradients of all experts need not fit beside everything else: the weights' are compared
         one expert at a time.
@@ -45,7 +105,7 @@ class Oracle:
         case, dy = work.case(), work.inputs(0).dy.float()
         d_x = torch.zeros_like(dy)
         d_weights = torch.zeros_like(case.router_weights)
-        sums = {name: [0.0, 0.0] for name in ("gate", "up", "down")}
+        sums = {name: _Sums() for name in ("gate", "up", "down")}
         with ieee_matmul():
             for expert, routes in _routes_by_expert(work):
                 token = routes // work.ids.shape[1]
@@ -68,15 +128,15 @@ class Oracle:
                 }
                 d_x.index_add_(0, token, d_gate @ gate_w + d_up @ up_w)
                 for name, value in expected.items():
-                    _add(sums[name], found[name][expert], value)
+                    sums[name].add(found[name][expert], value)
         # Experts without routes get zeros.
         for expert in (e for e, count in enumerate(work.counts()) if count == 0):
             for name in sums:
-                _add(sums[name], found[name][expert], torch.zeros_like(found[name][expert]))
-        errors = {name: _error(*pair) for name, pair in sums.items()}
-        errors["x"] = relative_l2(found["x"], d_x)
-        errors["router_weights"] = relative_l2(found["router_weights"], d_weights)
-        return errors
+                sums[name].add(found[name][expert], torch.zeros_like(found[name][expert]))
+        return {name: each.match() for name, each in sums.items()} | {
+            "x": match(found["x"], d_x),
+            "router_weights": match(found["router_weights"], d_weights),
+        }
 
 
 def _routes_by_expert(work: Work) -> Iterator[tuple[int, Tensor]]:
@@ -85,14 +145,3 @@ def _routes_by_expert(work: Work) -> Iterator[tuple[int, Tensor]]:
     dropped = int((ids < 0).sum())
     parts = order[dropped:].split(work.counts())
     return ((expert, part) for expert, part in enumerate(parts) if len(part))
-
-
-def _add(pair: list[float], found: Tensor, expected: Tensor) -> None:
-    pair[0] += float((found.float() - expected.float()).double().square().sum())
-    pair[1] += float(expected.double().square().sum())
-
-
-def _error(difference: float, size: float) -> float:
-    if size == 0:
-        return 0.0 if difference == 0 else float("inf")
-    return float((difference / size) ** 0.5)

@@ -40,6 +40,11 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
         raise GroupError(
             "--ep names the number of ranks that torchrun started", f"{args.ep}, {size}"
         )
+    if args.precision == "mxfp8":
+        raise MokError(
+            "the layer over real links is timed in BF16 here", "--precision mxfp8",
+            "Use --suite published --precision mxfp8",
+        )  # fmt: skip
     from mok.tools.bench.ranks import Rank
 
     rank = Rank()

@@ -9,6 +9,10 @@ from typing import Any
 
 Row = dict[str, Any]
 OURS = "mok"
+MXFP8 = "mok-mxfp8"
+MXFP8_ON_HOPPER = "MXFP8 on Hopper gives the same numbers as on Blackwell, not speed."
+HOPPER_SHARE = 0.6
+"""Of the BF16 layer's speed, which MXFP8 must reach on Hopper: there it is for equal numbers."""
 
 
 def finite(value: Any) -> Any:
@@ -89,6 +93,34 @@ def ratios(rows: Sequence[Row], ours: str = OURS) -> list[dict[str, Any]]:
     return found
 
 
+def precisions(rows: Sequence[Row], hopper: bool) -> list[dict[str, Any]]:
+    """Speed of ours in MXFP8 over ours in BF16, on the same ranks, per shape and pass.
+
+    Taken within each round, as ``ratios``. ``hopper``: at least ``HOPPER_SHARE`` is asked for.
+    """
+    mine = {(shape_key(r), r["pass"], r["program"]): r for r in timed(rows) if not r.get("config")}
+    found = []
+    for (shape, pass_name, program), row in mine.items():
+        base = mine.get((shape, pass_name, program.replace(MXFP8, OURS, 1)))
+        if not program.startswith(MXFP8) or base is None:
+            continue
+        each = [a / b for a, b in zip(base["rounds_ms"], row["rounds_ms"], strict=False)]
+        ratio = statistics.median(each)
+        found.append(
+            {
+                "shape": row["shape"],
+                "pass": pass_name,
+                "program": program,
+                "ratio": ratio,
+                "low": min(each),
+                "high": max(each),
+                "limit": HOPPER_SHARE if hopper else None,
+                "ok": not hopper or ratio >= HOPPER_SHARE,
+            }
+        )
+    return found
+
+
 def geometric_means(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per program and pass: geometric mean of the ratios, the least one, and how many shapes."""
     groups: dict[tuple[str, str], list[float]] = {}
@@ -145,5 +177,5 @@ def missed_targets(rows: Sequence[Row]) -> list[Row]:
     return [
         r
         for r in timed(rows)
-        if r.get("target") and r.get("of_cublas") and r["of_cublas"] < r["target"]
+        if r["program"] == "mok" and r.get("target") and (r.get("of_cublas") or 1) < r["target"]
     ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from mok.config import Config
 from mok.tools.bench import results
 from mok.tools.bench.bits import digest
 from mok.tools.bench.ceiling import ceiling_ms
-from mok.tools.bench.oracle import GRADIENT_LIMIT, OUTPUT_LIMIT, Oracle
+from mok.tools.bench.oracle import Match, Oracle
 from mok.tools.bench.phases import measure_phases
 from mok.tools.bench.programs import Options, Program, Unavailable, make_program
+from mok.tools.bench.programs.ours import precision_of
 from mok.tools.bench.shapes import BenchShape, fit_tokens
 from mok.tools.bench.telemetry import Reading, Telemetry, mean
 from mok.tools.bench.timing import (
@@ -72,7 +74,7 @@ class Ready:
     """A program that is set up and whose numbers were compared with the oracle's.
 
     Attributes:
-        errors: relative L2 error of "output" and of each gradient.
+        matches: of "output" and of each gradient with the oracle's.
         peak_bytes: by pass, memory above weights and inputs.
         kept_bytes: what backward needs of one forward call.
         setup_s: seconds to set it up, compile, choose variants and compare.
@@ -81,7 +83,7 @@ class Ready:
 
     entry: Entry
     program: Program
-    errors: dict[str, float] = field(default_factory=dict)
+    matches: dict[str, Match] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     kept_bytes: int | None = None
     setup_s: float = 0.0
@@ -92,20 +94,22 @@ class Ready:
     def ours(self) -> bool:
         return self.entry.name.startswith(results.OURS)
 
+    @property
+    def precision(self) -> str:
+        return precision_of(self.entry.name)
+
+    def checked(self, pass_name: str) -> dict[str, Match]:
+        """Matches of what a pass computes."""
+        forward = {n: m for n, m in self.matches.items() if n == "output"}
+        return forward if pass_name == "forward" else self.matches
+
     def error(self, pass_name: str) -> float | None:
         """The largest error of what a pass computes."""
-        return max((self.errors[n] for n in self._checked(pass_name)), default=None)
+        return max((m.error for m in self.checked(pass_name).values()), default=None)
 
     def ok(self, pass_name: str) -> bool:
-        """Whether everything that a pass computes is within its limit."""
-        return all(
-            self.errors[n] <= (OUTPUT_LIMIT if n == "output" else GRADIENT_LIMIT)
-            for n in self._checked(pass_name)
-        )
-
-    def _checked(self, pass_name: str) -> list[str]:
-        forward = [n for n in self.errors if n == "output"]
-        return forward if pass_name == "forward" else list(self.errors)
+        """Whether everything that a pass computes is within its limits."""
+        return all(m.ok(name, self.precision) for name, m in self.checked(pass_name).items())
 
 
 @dataclass
@@ -246,7 +250,7 @@ class Runner:
                 self._miss(entry, work.bench, failure, "backward")
         ready.setup_s = self.clock.now() - begin
         note = f" ({program.note})" if program.note else ""
-        worst = max(ready.errors.values(), default=0.0)
+        worst = ready.error("both") or 0.0
         self.say(f"  {entry.label}{note}: error {worst:.1e}, set up in {ready.setup_s:.1f} s")
         return ready
 
@@ -259,7 +263,7 @@ class Runner:
         self.clock.wait()
         if "forward" in program.passes:
             output = program.output(raw).detach()
-            ready.errors["output"] = oracle.output_error(output)
+            ready.matches["output"] = oracle.output_match(output)
             if ready.ours:
                 ready.digests["output"] = digest(output)
             del output
@@ -277,12 +281,13 @@ class Runner:
         if before is not None:
             kept = (self._allocated() or 0) - before - output.numel() * output.element_size()
             ready.kept_bytes = max(kept, 0)
-        ready.errors["output"] = max(ready.errors.get("output", 0.0), oracle.output_error(output))
+        seen = [oracle.output_match(output), *ready.checked("forward").values()]
+        ready.matches["output"] = max(seen, key=lambda m: (math.isnan(m.error), m.error))
         del raw, output
         found = program.gradients(program.backward(0, saved))
         self.clock.wait()
         del saved
-        ready.errors.update(oracle.gradient_errors(found))
+        ready.matches.update(oracle.gradient_matches(found))
         if ready.ours:
             ready.digests.update({name: digest(value) for name, value in found.items()})
         del found
@@ -316,9 +321,12 @@ class Runner:
 
     def _compare_bits(self, bench: BenchShape, ready: Sequence[Ready]) -> None:
         """Ours must give the same bits for every configuration and number of ranks."""
-        ours = [r for r in ready if r.ours]
-        if len(ours) < 2:
-            return
+        for precision in ("bf16", "mxfp8"):
+            ours = [r for r in ready if r.ours and r.precision == precision]
+            if len(ours) > 1:
+                self._compare_digests(bench, ours)
+
+    def _compare_digests(self, bench: BenchShape, ours: Sequence[Ready]) -> None:
         first = ours[0].digests
         different = [
             f"{r.entry.label}: {name}"
@@ -457,12 +465,13 @@ class Runner:
             "calls": summary.calls,
             "error": ready.error(item.pass_name),
             "ok": ready.ok(item.pass_name),
+            "accuracy": {n: asdict(m) for n, m in ready.checked(item.pass_name).items()},
             "setup_s": ready.setup_s,
             "note": program.note,
         }
         if ready.entry.setting:
             row["config"] = ready.entry.setting
         target = bench.target(item.pass_name)
-        if target is not None:
+        if target is not None and ready.precision == "bf16":
             row["target"] = target
         return row

@@ -164,6 +164,7 @@ def memory_bytes(shape: Shape, programs: Sequence[str], passes: Sequence[str], s
     trains = "backward" in passes or "both" in passes
     total = 3 * matrix + sets * 4 * tokens * h
     total += sum(2 * matrix for name in programs if name in ("torch", "sonic", "flashinfer"))
+    total += 6 * matrix * any("mxfp8" in name for name in programs)  # quantised, both ways
     total += 3 * matrix * ("upstream" in programs)  # in its own process
     total += 2 * rows * (h + i) * len(programs)  # workspaces
     if "backward" in passes:

@@ -29,6 +29,9 @@ def title_of(shape: Mapping[str, Any]) -> str:
 def document_tables(document: Mapping[str, Any]) -> RenderableType:
     """Everything that a run found."""
     parts: list[RenderableType] = [_header(document), rows_table(document["rows"])]
+    parts.append(accuracy_table(document["rows"]))
+    if document.get("precisions"):
+        parts.append(precisions_table(document["precisions"]))
     if document.get("phases"):
         parts.append(phases_table(document["phases"]))
     if document.get("means"):
@@ -96,6 +99,58 @@ def _row(row: results.Row, ratio: float | None) -> list[str | Text]:
         _number(_gib(row.get("kept_bytes")), ".2f"),
         error if row.get("ok", True) else Text(f"{error} WRONG", style="red"),
     ]
+
+
+def accuracy_table(rows: Sequence[results.Row]) -> Table:
+    """What the timed programs compute against FP32: relative L2 error and cosine of each result."""
+    names: list[str] = []
+    best: dict[tuple[Any, ...], results.Row] = {}
+    for row in rows:
+        found = row.get("accuracy") or {}
+        names += [name for name in found if name not in names]
+        label = f"{row['program']} {row.get('config', '')}".strip()
+        key = (results.shape_key(row), label)
+        if found and len(found) >= len(best.get(key, {}).get("accuracy", ())):
+            best[key] = row
+    table = Table(
+        title="Accuracy against FP32: relative L2 error, cosine",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    table.add_column("shape", no_wrap=True)
+    table.add_column("program")
+    for name in names:
+        table.add_column(name if name == "output" else f"d {name}", justify="right", no_wrap=True)
+    for (_, label), row in best.items():
+        cells = [row["accuracy"].get(name) for name in names]
+        texts = ["" if c is None else f"{c['error']:.1e} {c['cosine']:.5f}" for c in cells]
+        table.add_row(title_of(row["shape"]), label, *texts)
+    return table
+
+
+def precisions_table(entries: Sequence[Mapping[str, Any]]) -> Table:
+    """Ours in MXFP8 against ours in BF16."""
+    table = Table(
+        title="Speed of ours in MXFP8 / in BF16",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    for column in ("shape", "program, pass"):
+        table.add_column(column)
+    for column in ("ratio", "of rounds", "at least", ""):
+        table.add_column(column, justify="right")
+    for entry in entries:
+        table.add_row(
+            title_of(entry["shape"]),
+            f"{entry['program']} {entry['pass']}",
+            f"{entry['ratio']:.3f}",
+            f"{entry['low']:.3f}-{entry['high']:.3f}",
+            _number(entry["limit"], ".2f"),
+            Text("ok") if entry["ok"] else Text("SLOWER", style="red"),
+        )
+    return table
 
 
 def phases_table(entries: Sequence[Mapping[str, Any]]) -> Table:
@@ -194,6 +249,8 @@ def _notes(document: Mapping[str, Any]) -> list[Text]:
     against = document.get("against")
     if against and not against["rows"]:
         found.append(Text(f"{against['file']} has no row in common with this run", style="red"))
+    if any(entry["limit"] for entry in document.get("precisions", ())):
+        found.append(Text(results.MXFP8_ON_HOPPER))
     if document.get("chart"):
         found.append(Text(f"chart: {document['chart']}"))
     return found

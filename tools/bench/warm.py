@@ -19,15 +19,18 @@ _WORKER = (
 )
 
 
-def layer_specs(arch: str, direct: bool, trains: bool) -> list[Any]:
-    """Specs of the kernels that a layer launches, the slowest to compile first."""
+def layer_specs(arch: str, direct: bool, trains: bool, mxfp8: bool = False) -> list[Any]:
+    """Specs of the kernels that a layer launches, the slowest to compile first.
+
+    ``direct``: one rank in BF16, without the ring.
+    """
     from mok import kernels
 
-    specs = [kernels.forward_spec(arch, direct)]
+    specs = [kernels.forward_spec(arch, direct, mxfp8=mxfp8)]
     if trains:
         specs = [
-            kernels.backward_spec(arch, direct),
-            kernels.forward_spec(arch, direct, True),
+            kernels.backward_spec(arch, direct, mxfp8=mxfp8),
+            kernels.forward_spec(arch, direct, True, mxfp8=mxfp8),
             *specs,
         ]
         specs += [
@@ -42,6 +45,8 @@ def layer_specs(arch: str, direct: bool, trains: bool) -> list[Any]:
         kernels.stage_ids_spec(arch),
         kernels.token_sum_spec(arch, direct, False, 32 if direct else 64),
     ]
+    if mxfp8:
+        specs.append(kernels.quantise_spec(arch, True, True, arch == "sm_90a"))
     return specs
 
 

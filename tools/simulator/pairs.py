@@ -17,6 +17,7 @@ def paired(work: Work) -> Work:
     count, at = len(t), 0
     groups = t.group or [0] * count
     columns: tuple[list, ...] = tuple([] for _ in range(9))  # type: ignore[type-arg]
+    tickets: list[tuple[int, ...]] = []
     while at < count:
         # A ticket stands for tasks 2n and 2n + 1.
         other = at + 1
@@ -41,8 +42,9 @@ def paired(work: Work) -> Work:
         )
         for column, value in zip(columns, values, strict=True):
             column.append(value)
+        tickets.append(tuple(range(at, last + 1)))
         at = last + 1
-    tasks = Tasks(t.names, *columns)
+    tasks = Tasks(t.names, *columns, tickets=tickets)
     return dataclasses.replace(
         work,
         tasks=tasks,

@@ -1,7 +1,8 @@
 """Everything that docs/scaling.md shows: ``python -m mok.tools.simulator.scaling docs/scaling``.
 
-Writes ``scaling.json`` and its pictures into the folder; some minutes on one core. Nothing here is measured,
-except where a picture says so.
+Writes ``scaling.json`` and its pictures into the folder, and the tables into the page beside it; some minutes
+on one core. ``--draw`` makes pictures and tables from the ``scaling.json`` that is there. Nothing here is
+measured, except where a picture or a table says so.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 
 from mok.config import Config, Shape
 from mok.models import MODELS
-from mok.tools.simulator.compare import gains, records
+from mok.tools.simulator.benched import compare_bench, read
+from mok.tools.simulator.compare import compare, gains, records
 from mok.tools.simulator.constants import calibration
 from mok.tools.simulator.machine import Machine, load_machine
 from mok.tools.simulator.plan import Search, tunables
 from mok.tools.simulator.routing import drawn
+from mok.tools.simulator.scaling_tables import fill, tables
 from mok.tools.simulator.scenario import Direction, Precision, Scenario
 from mok.tools.simulator.simulate import Result, simulate
 from mok.tools.simulator.tilecost import ours_calibration
@@ -64,11 +67,21 @@ def main(folder: Path) -> None:
     for name, make in (
         ("cases", where_time_goes), ("gains", against_upstream), ("tokens", by_tokens),
         ("skew", by_skew), ("racks", racks), ("sweep", published_sweep),
+        ("records", own_records), ("unfitted", unfitted),
     ):  # fmt: skip
         found[name] = make()
         print(name, flush=True)
         (folder / "scaling.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    show(found, folder)
+
+
+def show(found: dict[str, Any], folder: Path) -> None:
+    """Pictures, and the tables of the page."""
     draw(found, folder)
+    page = folder.parent / f"{folder.name}.md"
+    if page.is_file():
+        text = page.read_text(encoding="utf-8")
+        page.write_text(fill(text, tables(found)), encoding="utf-8")
 
 
 def _scenario(
@@ -231,6 +244,23 @@ def published_sweep() -> list[dict[str, Any]]:
     return rows
 
 
+def own_records() -> list[dict[str, Any]]:
+    """Times of ours that were recorded on H200s, beside the model."""
+    keep = ("name", "use", "ms", "model_ms", "error", "limit")
+    return [{name: r[name] for name in keep} for r in compare() if "H200" in r["name"]]
+
+
+RECORDED = Path(__file__).resolve().parents[2] / "docs" / "measurements"
+UNFITTED = "2026-11-30-h200-unfitted.json"
+
+
+def unfitted() -> list[dict[str, Any]]:
+    """The 12 shapes that nothing was fitted on."""
+    keep = ("name", "ep", "pass", "ms", "model_ms", "error")
+    rows = compare_bench(read(RECORDED / UNFITTED))
+    return [{name: r[name] for name in keep} for r in rows]
+
+
 # ---------------------------------------------------------------------- pictures
 
 
@@ -342,4 +372,10 @@ def _tokens(each: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/scaling"))
+    again = "--draw" in sys.argv
+    names = [a for a in sys.argv[1:] if a != "--draw"]
+    where = Path(names[0] if names else "docs/scaling")
+    if again:
+        show(json.loads((where / "scaling.json").read_text(encoding="utf-8")), where)
+    else:
+        main(where)

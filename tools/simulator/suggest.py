@@ -1,8 +1,8 @@
 """Comm SMs for ``Config.suggest``: the part of ``mok plan`` that is quick enough for a first call.
 
 How many SMs communicate matters most and follows from no rule of thumb: of 132 SMs a Mixtral layer on two
-H200s wants 4 to 8 and a Qwen3-30B layer 24. So the model tries some numbers, each direction on its own,
-on a call of a few minibatches with as many rows an expert: 16 simulations, kept for the process.
+H200s wants 4 and a Qwen3-30B layer 24. So the model tries some numbers, each direction on its own, on a call
+of a few minibatches with as many rows an expert: 16 calls, kept for the process.
 """
 
 from __future__ import annotations

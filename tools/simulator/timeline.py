@@ -22,9 +22,13 @@ def timeline(result: Result) -> Trace:
         name = names[kind]
         if not is_comm and minibatch < 0 and not name.startswith("shared"):
             name = f"shared {name}"
-        sm = worker if is_comm else work.comm_workers + worker * work.cluster
-        role = "comm" if is_comm else "compute"
-        events.append(Event(name, role, sm, begin, end, minibatch, ticket))
+        if is_comm:
+            events.append(Event(name, "comm", worker, begin, end, minibatch, ticket))
+            continue
+        sm = work.comm_workers + worker * work.cluster
+        tickets = work.tasks.tickets[ticket] if work.tasks.tickets else (ticket,)
+        for cta, number in enumerate(tickets):  # of a pair, each has a task
+            events.append(Event(name, "compute", sm + cta, begin, end, minibatch, number))
     s = result.scenario
     source = (
         f"simulator: {s.program}, {s.direction} on {s.machine.name}, EP {s.shape.ep_size}, "

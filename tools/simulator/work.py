@@ -58,6 +58,7 @@ class Tasks:
             when the main loop ends.
         minibatch: for reports, and for which tasks a pair of CTAs works on at once.
         group: the latter, in backward; empty where there is none.
+        tickets: where pairs of CTAs work (``pairs``), the tasks of each entry; else empty.
     """
 
     names: tuple[str, ...]
@@ -71,6 +72,7 @@ class Tasks:
     early: list[Ids]
     minibatch: list[int]
     group: list[int] = field(default_factory=list)
+    tickets: list[tuple[int, ...]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.kind)

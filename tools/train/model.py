@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +13,30 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from mok.layer import MoELayer
 from mok.tools.train.torch_layer import TorchMoELayer
 
-LAYERS = {"mok": MoELayer, "torch": TorchMoELayer, "frozen": TorchMoELayer}
-"""``frozen``: experts keep their initial values, to show that they learn something."""
+LAYERS: dict[str, Callable[..., MoELayer]] = {
+    "mok": MoELayer,
+    "mxfp8": partial(MoELayer, precision="mxfp8"),
+    "torch": TorchMoELayer,
+    "frozen": TorchMoELayer,
+}
+"""``mxfp8``: FP32 masters, quantised anew after each step of the optimizer. ``frozen``: experts keep their
+initial values, to show that they learn something."""
+OURS = ("mok", "mxfp8")
+"""Those that run our kernels."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of a step: ``batch`` windows of ``context`` bytes."""
+    """Of the model and of a step: ``batch`` windows of ``context`` bytes.
+
+    ``hidden`` and ``intermediate`` are multiples of 128, which MXFP8 needs.
+    """
 
     hidden: int = 256
     intermediate: int = 256
-    experts: int = 16
+    experts: int = 8
     topk: int = 2
-    blocks: int = 4
+    blocks: int = 2
     heads: int = 4
     context: int = 256
     batch: int = 32

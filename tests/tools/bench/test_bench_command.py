@@ -16,7 +16,7 @@ from mok.config import Config
 from mok.errors import MokError
 from mok.runtime import device as runtime_device
 from mok.runtime.device import Backend as RuntimeBackend
-from mok.tools.bench import charts, tables
+from mok.tools.bench import charts, results, tables
 from mok.tools.bench.sweep import config_with, default_values, sweep_configs, tunable_named
 
 FAST = ("--warm-ms", "0.1", "--run-ms", "0.2", "--rounds", "2", "--shape", "16,64,64,4,2")
@@ -79,9 +79,38 @@ def test_wrong_results_fail(capsys, monkeypatch):
     from mok.tools.bench.programs import ours
 
     right = ours.forward_reference
-    monkeypatch.setattr(ours, "forward_reference", lambda *a: right(*a) * 1.1)
+    monkeypatch.setattr(ours, "forward_reference", lambda *a, **k: right(*a, **k) * 1.1)
     code, found = document(capsys, *FAST, "--peers", "none")
     assert code == 1 and not found["rows"][0]["ok"]
+
+
+def test_both_precisions_in_one_run_with_their_accuracy(capsys):
+    shape = ("--shape", "16,128,128,4,2")
+    fast = ("--warm-ms", "0.1", "--run-ms", "0.2", "--rounds", "2", "--peers", "torch", *shape)
+    code, found = document(capsys, *fast, "--precision", "mxfp8")
+    assert code == 0
+    rows = {(r["program"], r["pass"]): r for r in found["rows"]}
+    ours, quantised = rows["mok", "forward"], rows["mok-mxfp8", "forward"]
+    assert ours["accuracy"]["output"]["error"] < 8e-3 < quantised["error"] < 7e-2
+    assert 0.996 < quantised["accuracy"]["output"]["cosine"] < ours["accuracy"]["output"]["cosine"]
+    torch_ = rows["torch", "both"]["accuracy"]
+    assert set(torch_) == {"output", "x", "router_weights", "gate", "up", "down"}
+    assert all(m["error"] < 1.5e-2 and m["cosine"] > 0.9998 for m in torch_.values())
+    (entry,) = found["precisions"]
+    assert entry["program"] == "mok-mxfp8" and entry["limit"] is None  # nothing is asked of a CPU
+    each = [a / b for a, b in zip(ours["rounds_ms"], quantised["rounds_ms"], strict=True)]
+    assert entry["ratio"] == pytest.approx(sum(each) / 2)
+    assert cli.main(["bench", *fast, "--precision", "mxfp8"]) == 0
+    out = capsys.readouterr().out
+    for text in ("Accuracy against FP32", "d router_weights", "in MXFP8 / in BF16"):
+        assert text in out
+    assert cli.main(["bench", *fast, "--precision", "mxfp8", "--sweep", "minibatch"]) == 2
+
+
+def test_sizes_that_mxfp8_cannot_have_are_named(capsys):
+    code, found = document(capsys, *FAST, "--peers", "none", "--precision", "mxfp8")
+    assert code == 1 and [m["program"] for m in found["missing"]] == ["mok-mxfp8"]
+    assert "128" in found["missing"][0]["reason"]
 
 
 def test_the_budget_is_kept_and_said(capsys):
@@ -271,6 +300,7 @@ def fake_document(**more) -> dict:
         ],
         "not_run": [{"shape": {**shape, "T": 1, "asked_T": 2}, "reason": "the budget was used up"}],
         "bits": [{"shape": shape, "programs": 2, "different": ["mok-ep4: up"], "ok": False}],
+        "precisions": [],
         "means": [{"program": "sonic", "pass": "forward", "mean": 1.05, "least": 1.0, "shapes": 2}],
         **more,
     }  # fmt: skip
@@ -301,6 +331,23 @@ def test_bits_that_differ_and_failed_rows_fail_the_run():
     assert not bench.passed({**good, "rows": []})
     slower = {"rows": [{"ok": False}]}
     assert not bench.passed({**good, "against": slower})
+    assert not bench.passed({**good, "precisions": [{"ok": False}]})
+
+
+def test_mxfp8_on_hopper_must_have_a_share_of_bf16s_speed():
+    (ours, *_), shape = fake_document()["rows"], fake_document()["rows"][0]["shape"]
+    for program in ("mok-mxfp8", "mok-mxfp8-ep4"):
+        base = {**ours, "program": program.replace("-mxfp8", ""), "rounds_ms": [2.0, 2.2, 2.1]}
+        for ms, ok in ((3.3, True), (3.7, False)):
+            rows = [base, {**ours, "program": program, "rounds_ms": [ms, ms, ms]}]
+            (entry,) = results.precisions(rows, hopper=True)
+            assert entry["shape"] == shape and entry["ok"] is ok and entry["limit"] == 0.6
+            assert entry["ratio"] == pytest.approx(2.1 / ms)
+            text = printed(fake_document(precisions=[entry]))
+            assert ("SLOWER" in text) is not ok and "not speed" in text
+            (free,) = results.precisions(rows, hopper=False)
+            assert free["ok"] and free["limit"] is None
+    assert results.precisions([base], hopper=True) == []
 
 
 def test_charts(tmp_path):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mok.tools.bench.oracle import GRADIENT_LIMIT, GRADIENTS, OUTPUT_LIMIT, Oracle
+from mok.tools.bench.oracle import GRADIENT_LIMIT, GRADIENTS, OUTPUT_LIMIT, Match, Oracle
 from mok.tools.bench.shapes import parse_shape
 from mok.tools.bench.work import Work, make_work
 
@@ -39,6 +39,26 @@ def test_right_results_have_no_error(experts):
     assert oracle.output_error(output) < 1e-6
     errors = oracle.gradient_errors(gradients)
     assert set(errors) == set(GRADIENTS) and max(errors.values()) < 1e-5
+
+
+def test_limits_of_each_precision():
+    work = small_work()
+    output, gradients = by_autograd(work)
+    oracle = Oracle(work)
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.randn(output.shape, generator=rng, dtype=torch.float64)
+    noisy = output + 0.05 * noise * output.norm() / noise.norm()
+    near = oracle.output_match(noisy)
+    assert near.error == pytest.approx(0.05, rel=1e-3)
+    assert near.cosine == pytest.approx(1 - 0.05**2 / 2, abs=2e-3)
+    assert near.ok("output", "mxfp8") and not near.ok("output", "bf16")
+    turned = oracle.output_match(output * 0.95)  # its cosine is 1, an error remains
+    assert turned.cosine == pytest.approx(1) and turned.error == pytest.approx(0.05, rel=1e-3)
+    assert not Match(0.05, 0.995).ok("x", "mxfp8") and Match(0.05, 0.997).ok("x", "mxfp8")
+    assert Match(0.075, 0.997).ok("gate", "mxfp8") and not Match(0.075, 0.997).ok("x", "mxfp8")
+    assert not Match(float("nan"), float("nan")).ok("gate", "mxfp8")
+    matches = oracle.gradient_matches(gradients)
+    assert all(m.cosine > 1 - 1e-9 for m in matches.values())
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mok.config import Config, Shape
-from mok.tools.simulator import Scenario, balanced, load_machine, simulate
+from mok.tools.simulator import Scenario, balanced, load_machine, simulate, timeline
 from mok.tools.simulator.load import loads
 from mok.tools.simulator.pairs import paired
 from mok.tools.simulator.simulate import at_power_limit, build
@@ -33,6 +33,7 @@ def test_two_tasks_of_a_kind_and_minibatch_go_together():
     assert t.tail[0] == pytest.approx(0.1) and t.hbm == [20.0, 10.0, 10.0, 10.0, 10.0]
     assert t.signals[0] == (0, 0) and t.signals[1] == (0,)
     assert (found.workers, found.cluster, found.notes["tasks"]) == (5, 2, 6)
+    assert t.tickets == [(0, 1), (2,), (3,), (4,), (5,)]
     assert len(paired(work_of([0] * 4, [0] * 4, [0, 1, 1, 1])).tasks) == 3  # groups differ
     assert len(paired(work_of([0] * 5, [0] * 5)).tasks) == 3  # the last one alone
 
@@ -54,6 +55,16 @@ def test_pairs_do_the_same_work(direction, ep):
     assert 0.8 < beside <= 1  # h200.md: 88 to 95 % of the tasks
     a, b = simulate(one), simulate(two)
     assert a.tasks == b.tasks and 0.93 < b.ms / a.ms < 1.03
+
+
+def test_a_timeline_shows_both_ctas_of_a_pair():
+    shape = Shape(2048, 1024, 512, 16, 4, 2)
+    s = Scenario(shape, Config(4, 4, 1024, 8192), H200, routing=balanced(shape))
+    found = simulate(s, record=True)
+    compute = [e for e in timeline(found).events if e.role == "compute"]
+    assert len(compute) == found.tasks == len({e.ticket for e in compute})
+    assert {e.sm % 2 for e in compute} == {0, 1} and max(e.sm for e in compute) < 132
+    assert min(e.sm for e in compute) == 4
 
 
 def test_where_our_launch_stays_single_so_does_the_model():

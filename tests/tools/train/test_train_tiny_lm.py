@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mok.config import Shape
+from mok.errors import DeviceError, MokError
 from mok.reference import (
     BF16_LIMIT,
     GRADIENT_LIMIT,
@@ -17,7 +18,7 @@ from mok.reference import (
     relative_l2,
 )
 from mok.tools import train_tiny_lm as lm
-from mok.tools.train.model import Size, corpus
+from mok.tools.train.model import OURS, Size, corpus
 from mok.tools.train.torch_layer import TorchMoELayer
 
 TINY = Size(hidden=64, intermediate=64, experts=4, topk=2, blocks=1, heads=2, context=32, batch=4)
@@ -96,8 +97,11 @@ def test_comparisons_can_fail():
     (near,) = lm.compare(runs)
     assert near["ok"] and near["limit"] == pytest.approx(0.1)
     assert not lm.compare([*runs[:2], ran("mok", 0, [2.3] * 60)])[0]["ok"]
-    assert lm.compare([*runs[:2], ran("frozen", 0, [2.2] * 60)])[0]["ok"]
-    assert not lm.compare([*runs[:2], ran("frozen", 0, [2.1] * 60)])[0]["ok"]
+    assert lm.compare([*runs[:2], ran("frozen", 0, [2.07] * 60)])[0]["ok"]  # against its own seed
+    assert not lm.compare([*runs[:2], ran("frozen", 0, [2.05] * 60)])[0]["ok"]
+    for loss, ok in ((2.07, True), (2.01, True), (2.09, False), (1.99, False)):
+        *_, check = lm.compare([*runs, ran("mok", 1, [9.0] * 60), ran("mxfp8", 0, [loss] * 60)])
+        assert check["name"].startswith("MXFP8") and check["ok"] is ok and check["limit"] == 0.02
     again = lm.compare([*runs, ran("mok", 0, [2.04] * 59 + [2.0401], repeat=1)])
     assert again[-1]["value"] == 1 and not again[-1]["ok"]
 
@@ -112,9 +116,56 @@ def test_the_document(tmp_path, capsys):
     assert (tmp_path / "curves.png").stat().st_size > 5000
 
 
-def test_mok_needs_a_gpu(tmp_path, monkeypatch):
-    from mok.errors import DeviceError
+def test_runs_side_by_side_are_the_same(tmp_path, capsys):
+    """Two processes train, the call that started them reads their losses."""
+    sizes = [f"--{k}={v}" for k, v in dataclasses.asdict(TINY).items()]
+    argv = ["--layers", "torch", "--seeds", "0", "1", "--steps", "2", *sizes]
+    beside, alone = tmp_path / "beside", tmp_path / "alone"
+    lm.main([*argv, "--jobs", "2", "--out", str(beside)])
+    assert capsys.readouterr().out.count(": done") == 2
+    lm.main([*argv, "--out", str(alone)])
+    found, want = (json.loads((f / "curves.json").read_text())["runs"] for f in (beside, alone))
+    assert found == want and [r["seed"] for r in found] == [0, 1]
+    with pytest.raises(MokError, match="name of a run"):
+        lm.main([*argv, "--only", "torch-7", "--out", str(alone)])
 
+
+def test_ours_are_run_twice():
+    args = lm.parse(["--repeat", "--seeds", "3", "4", "--out", "x"])
+    names = [run.name for run in lm.runs_of(args)]
+    ours = ["mok-3", "mok-4", "mxfp8-3", "mxfp8-4"]
+    assert names == ["torch-3", "torch-4", "frozen-3", *ours, "mok-3-again1", "mxfp8-3-again1"]
+    size = lm.runs_of(args)[0].size  # the same for all: what MXFP8 can have
+    assert size.hidden % 128 == 0 and size.intermediate % 128 == 0
+
+
+@pytest.mark.emulator
+@pytest.mark.timeout(900)
+def test_our_layers_train_in_the_emulator(tmp_path):
+    """Both precisions: nearly torch's losses, the same bits again, weights quantised once a step."""
+    pytest.importorskip("cutlass")
+    pytest.importorskip("numba")
+    from mok.tools.emulator import Emulator
+
+    size = Size(128, 128, experts=2, topk=1, blocks=1, heads=2, context=16, batch=2)
+    steps = 3
+    run = lm.Run("torch", 0, steps, size, rate=0.05)
+    want, _ = train(run, tmp_path / "torch")
+    with Emulator("sm_90a", num_sms=6) as emulator:
+        for layer in OURS:
+            launched = len(emulator.report.launches)
+            ours = dataclasses.replace(run, layer=layer)
+            losses, _ = train(ours, tmp_path / layer)
+            assert losses == pytest.approx(want, rel=0.004) and losses != want
+            names = [launch.kernel for launch in emulator.report.launches[launched:]]
+            weights = sum("quantise" in name for name in names)
+            assert weights == (3 * steps if layer == "mxfp8" else 0)
+            again, _ = train(dataclasses.replace(ours, repeat=1), tmp_path / layer)
+            assert again == losses
+    assert want[0] - want[-1] > 0.02 * want[0]  # the steps change more than that
+
+
+def test_mok_needs_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="GPU"):
         lm.main(["--out", str(tmp_path)])

@@ -10,6 +10,7 @@ from mok.tools.bench.work import Work
 
 PROGRAMS = {
     "mok": "ours:MokProgram",
+    "mok-mxfp8": "ours:MokProgram",
     "torch": "torch_grouped:TorchProgram",
     "sonic": "sonic:SonicProgram",
     "flashinfer": "flashinfer:FlashInferProgram",
@@ -20,7 +21,7 @@ DEFAULT_PEERS = ("torch", "sonic", "flashinfer", "cublas")
 
 
 def program_class(name: str) -> type[Program]:
-    """The adapter called ``name`` ("mok-ep4" is mok on four virtual ranks).
+    """The adapter called ``name`` ("mok-ep4" and "mok-mxfp8-ep4" are ours on four virtual ranks).
 
     Raises:
         MokError: no such program.

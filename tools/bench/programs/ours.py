@@ -12,6 +12,7 @@ from torch import Tensor
 from mok.config import Config, Shape
 from mok.errors import MokError
 from mok.reference import forward_reference
+from mok.runtime.plan import check_precision
 from mok.tools.bench.programs.base import Options, Program, Unavailable
 from mok.tools.bench.timing import reason_of
 from mok.tools.bench.work import Work
@@ -23,15 +24,26 @@ def ep_size_of(name: str) -> int:
     return int(match[1]) if match else 1
 
 
+def precision_of(name: str) -> str:
+    """Of the routed experts: "mok-mxfp8" and "mok-mxfp8-ep4" have them in MXFP8."""
+    return "mxfp8" if "mxfp8" in name else "bf16"
+
+
 class MokProgram(Program):
     """``build_schedule``, ``forward`` and ``backward``, schedule included in every pass that needs
-    a new one. Virtual ranks split the shape's T tokens, so that each EP does the same work."""
+    a new one. Virtual ranks split the shape's T tokens, so that each EP does the same work. MXFP8
+    weights are quantised beforehand, as once per step of an optimizer."""
 
     packages = ("mok-cutedsl", "nvidia-cutlass-dsl", "cuda-bindings")
 
     def __init__(self, name: str, work: Work, options: Options) -> None:
         super().__init__(name, work, options)
         self.ep_size = ep_size_of(name)
+        self.precision = precision_of(name)
+        try:
+            check_precision(self.precision, work.bench.shape)
+        except MokError as error:
+            raise Unavailable(reason_of(error)) from error
         if options.reference:
             self.passes = ("forward",)  # type: ignore[misc]
             self.note = "scheduled reference"
@@ -61,13 +73,14 @@ class MokProgram(Program):
             intermediate_size=shape.intermediate_size,
             num_experts=shape.num_experts,
             topk=shape.topk,
+            precision=self.precision,
         )
         symmetric = ep * self.workspace.plan().bytes_of("symmetric")
         self.persistent_bytes = _allocated(device) - before + symmetric
         placement = [shape.experts_on(r) for r in range(ep)]
         self.experts = self._each([len(p) for p in placement])
         self.weights = tuple(
-            self._each([w[p.start : p.stop] for p in placement])
+            self._each([self._weight(w[p.start : p.stop]) for p in placement])
             for w in (self.work.gate, self.work.up, self.work.down)
         )
         self.ids = self._each(self.work.ids.split(tokens))
@@ -76,7 +89,8 @@ class MokProgram(Program):
             for s in self.work.sets
         ]
         c = self.config
-        self.note = f"EP {ep}, minibatch {c.minibatch_size}, macrobatch {c.macrobatch_size}"
+        self.note = "MXFP8, " if self.precision == "mxfp8" else ""
+        self.note += f"EP {ep}, minibatch {c.minibatch_size}, macrobatch {c.macrobatch_size}"
         if ep > 1:
             self.note += f", comm SMs {c.fwd_num_comm_sms}/{c.bwd_num_comm_sms}"
         if self._in_pairs(c):
@@ -91,16 +105,22 @@ class MokProgram(Program):
         sms = num_sms(self.workspace)
         return works_in_pairs(str(self.workspace.arch), sms, config.reserved_sms, comm)
 
+    def _weight(self, weight: Tensor) -> Any:
+        from mok.mxfp8 import mxfp8_quantize
+
+        return weight if self.precision == "bf16" else mxfp8_quantize(weight)
+
     def _suggest(self, shape: Shape) -> Config:
         """The tuned or suggested configuration of the device, or of the emulated one."""
         from mok import tune
         from mok.runtime.launch import active_emulator
 
         if (emulator := active_emulator()) is not None:
-            return Config.suggest(shape, emulator)
+            return Config.suggest(shape, emulator, self.precision)
         from mok.runtime.device import device_info
 
-        config, info = Config.suggest(shape, self.work.device), device_info(self.work.device)
+        config = Config.suggest(shape, self.work.device, self.precision)
+        info = device_info(self.work.device)
         if self.ep_size == 1:
             return config
         device = tune.Device(info.name, info.num_sms, str(info.arch), virtual=True)
@@ -137,7 +157,7 @@ class MokProgram(Program):
 
     def forward(self, index: int) -> Any:
         if self.options.reference:
-            return forward_reference(self.work.case(index), self.ep_size)
+            return forward_reference(self.work.case(index), self.ep_size, precision=self.precision)
         return self._forward(index, save_context=False)[0]
 
     def output(self, raw: Any) -> Tensor:

@@ -83,6 +83,37 @@ def _accept_unknown_values(identity: Any) -> None:
     identity.semantic_value_key = semantic_value_key
 
 
+def layer(
+    library: Library, x: Tensor, w1: Tensor, w2: Tensor, ids: Tensor, router_weights: Tensor,
+    experts: int, inference: bool,
+) -> Tensor:  # fmt: skip
+    """SonicMoE's layer from given routes: BF16 [T, H], with autograd.
+
+    Args:
+        x: BF16 [T, H]. w1: [2I, H, E], a view of contiguous [E, 2I, H] with gate and up rows in turn.
+        w2: [H, I, E], a view of contiguous [E, H, I]. ids: int32 [T, K]. router_weights: FP32 [T, K].
+        inference: keep nothing for backward.
+    """
+    tokens, topk = ids.shape
+    routes = tokens * topk
+
+    def ints(count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int32, device=x.device)
+
+    frequency, offset = ints(experts), ints(experts + 1)
+    gather, scatter, reverse = ints(routes), ints(routes), ints(routes)
+    library.metadata(ids, experts, frequency, offset, gather, scatter, reverse)
+    a, h = library.up.apply(
+        x, w1, None, offset, routes, topk, gather, scatter, reverse, None, False,
+        library.swiglu, inference, False,
+    )  # fmt: skip
+    output: Tensor = library.down.apply(
+        a, h, w2, None, router_weights, offset, tokens, topk, gather, scatter, reverse,
+        None, False, library.swiglu,
+    )  # fmt: skip
+    return output
+
+
 class SonicProgram(Program):
     """Metadata, up projection, down projection, token sum; backward by its autograd functions.
 
@@ -112,24 +143,10 @@ class SonicProgram(Program):
         self.note = "its own tuner" if options.sonic_tune else "known-good tile configs"
 
     def _layer(self, x: Tensor, router_weights: Tensor, inference: bool) -> Tensor:
-        tokens, topk = self.ids.shape
-        experts, routes, device = self.work.bench.shape.num_experts, tokens * topk, x.device
-
-        def ints(count: int) -> Tensor:
-            return torch.empty(count, dtype=torch.int32, device=device)
-
-        frequency, offset = ints(experts), ints(experts + 1)
-        gather, scatter, reverse = ints(routes), ints(routes), ints(routes)
-        self.library.metadata(self.ids, experts, frequency, offset, gather, scatter, reverse)
-        a, h = self.library.up.apply(
-            x, self.w1, None, offset, routes, topk, gather, scatter, reverse, None, False,
-            self.library.swiglu, inference, False,
-        )  # fmt: skip
-        output: Tensor = self.library.down.apply(
-            a, h, self.w2, None, router_weights, offset, tokens, topk, gather, scatter, reverse,
-            None, False, self.library.swiglu,
-        )  # fmt: skip
-        return output
+        experts = self.work.bench.shape.num_experts
+        return layer(
+            self.library, x, self.w1, self.w2, self.ids, router_weights, experts, inference
+        )
 
     def forward(self, index: int) -> Tensor:
         x, router_weights, _ = self.inputs[index % len(self.inputs)]

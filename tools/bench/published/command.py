@@ -27,7 +27,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments that only these suites have."""
     group = parser.add_argument_group("--suite published, --suite sweep")
     group.add_argument("--models", help=f"of {','.join(figures.MODELS)}")
-    group.add_argument("--precision", choices=figures.PRECISIONS, help="only this one")
     group.add_argument("--warmup", type=int, help=f"iterations before (default {figures.WARMUP})")
     group.add_argument(
         "--iterations", type=int, help=f"timed iterations (default {figures.ITERATIONS})"
