@@ -104,6 +104,10 @@ def forgotten() -> Iterator[None]:
                 del cache[key]
 
 
+def cases_digest(build: Build) -> str:
+    return hashlib.sha256(repr(build.cases).encode()).hexdigest()[:8]
+
+
 def first_line(error: EmulatorError) -> str:
     return str(error).split("\n")[0][:120]
 
@@ -192,12 +196,18 @@ class Run:
         ptx = build.ptx()
         STATE[name] = build, ptx, named_mutations(ptx)
         self.ptx = hashlib.sha256(ptx.encode()).hexdigest()[:16]
-        self.records = Records(e for e in read(*known, target) if e["ptx"] == self.ptx)
+        self.cases = cases_digest(build)
+        self.records = Records(e for e in read(*known, target) if self.holds(e))
         # Loads and compiles what all processes need; and this machine has the bits of the others.
         self.add(work(name, None, None, ""))
 
+    def holds(self, entry: Entry) -> bool:
+        """Whether an entry is of this PTX and, unless somebody noticed, of these cases."""
+        noticed = entry["result"] in ("reported", "wrong", "invisible")
+        return entry["ptx"] == self.ptx and (noticed or entry["cases"] == self.cases)
+
     def add(self, entry: Entry) -> None:
-        entry["ptx"] = self.ptx
+        entry |= {"ptx": self.ptx, "cases": self.cases}
         with self.target.open("a") as file:
             file.write(json.dumps(entry) + "\n")
         assert entry["name"].split()[0] != "undamaged" or entry["result"] == "clean", entry

@@ -168,6 +168,7 @@ HALVES = Shape(440, 64, 128, 4, 2, shared_intermediate_size=64)
 IDLE = Shape(32, 64, 64, 2, 1, shared_intermediate_size=64)
 LATE = Shape(1200, 256, 64, 4, 1, shared_intermediate_size=64)
 MANY = Shape(64, 64, 128, 16, 2, shared_intermediate_size=64)
+BACKWARD_WIDE = Shape(520, 512, 512, 2, 1, 1, 256)  # several tiles of each kind in one pair
 QUEUED = Shape(2600, 64, 64, 2, 1, shared_intermediate_size=64)
 DIRECT_MANY = Shape(700, 64, 128, 8, 2, shared_intermediate_size=64)
 # With all rows on one rank; on Hopper, whose tile has half the rows.
@@ -225,12 +226,14 @@ BUILDS: dict[str, Build] = {
         Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 8, 4, 2),
         Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), "random", 2, False, 1, 1), 12, 8, 4),
         Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", 2, False, 1, 1), 24, 8, 4),
+        Backward(Layer(BACKWARD_WIDE, "random", 2, False, 1, 1), 6, 4, 2),
     ),
     "backward-direct": BackwardBuild(
         "sm_100a",
         Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "few_experts", macrobatch=1), 8, 2),
         Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 12, 6),
         Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 24, 4),
+        Backward(Layer(BACKWARD_WIDE, macrobatch=1), 4, 2),
     ),
     "hopper-pair-ring": ForwardBuild(
         "sm_90a",
