@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -94,11 +95,12 @@ def _links(nvml: Any, handle: Any) -> int:
 
 def _clique(nvml: Any, handle: Any) -> str:
     """Cluster and clique of a GPU whose fabric is up; empty without one."""
-    read: Callable[[Any], Any] | None = getattr(nvml, "nvmlDeviceGetGpuFabricInfo", None)
+    read: Callable[[Any, Any], Any] | None = getattr(nvml, "nvmlDeviceGetGpuFabricInfo", None)
     if read is None:
         return ""
+    info = nvml.c_nvmlGpuFabricInfo_t()
     try:
-        info = read(handle)
+        read(handle, ctypes.byref(info))
     except nvml.NVMLError:
         return ""
     cluster = bytes(info.clusterUuid)
@@ -133,8 +135,11 @@ def ask_nvml() -> list[Check]:
         return [check("links", True, f"NVML does not answer: {error}", "")]
     try:
         for probe in (topology, clocks):
-            with contextlib.suppress(nvml.NVMLError):
-                checks.append(probe(nvml))
+            try:
+                with contextlib.suppress(nvml.NVMLError):
+                    checks.append(probe(nvml))
+            except (AttributeError, TypeError) as error:  # the binding changes with its version
+                checks.append(check("links", True, f"nvidia-ml-py answers otherwise: {error}", ""))
     finally:
         nvml.nvmlShutdown()
     return checks

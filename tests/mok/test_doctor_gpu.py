@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,16 @@ class Nvml:
     NVMLError = RuntimeError
     NVML_CLOCK_SM = 1
 
+    class c_nvmlGpuFabricInfo_t(ctypes.Structure):
+        """As in nvidia-ml-py: the caller's, filled through a pointer."""
+
+        _fields_ = (
+            ("clusterUuid", ctypes.c_char * 16),
+            ("status", ctypes.c_uint),
+            ("cliqueId", ctypes.c_uint),
+            ("state", ctypes.c_ubyte),
+        )
+
     def __init__(self, count, links, fabric=None, reasons=0):
         self.count, self.links, self.fabric, self.reasons = count, links, fabric, reasons
 
@@ -53,10 +64,11 @@ class Nvml:
             raise RuntimeError("not supported")
         return 1
 
-    def nvmlDeviceGetGpuFabricInfo(self, handle):
+    def nvmlDeviceGetGpuFabricInfo(self, handle, info):
         if self.fabric is None:
             raise RuntimeError("not supported")
-        return self.fabric
+        for name, value in vars(self.fabric).items():
+            setattr(info._obj, name, value)
 
     def nvmlDeviceGetClockInfo(self, handle, kind):
         return 1200
