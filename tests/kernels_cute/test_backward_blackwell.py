@@ -60,7 +60,7 @@ def test_adversarial_order():
 SHAPES = {
     "tails": Shape(40, 192, 320, 2, 2, 1, 128),
     "wide": Shape(130, 640, 64, 2, 1, 1, 128),
-    "deep": Shape(140, 64, 640, 2, 2, 1, 320),
+    "deep": Shape(140, 64, 512, 2, 2, 1, 320),
     "many experts": Shape(200, 128, 64, 11, 3),
     "one token": Shape(1, 128, 128, 4, 2, 1, 64),
     "top all": Shape(90, 64, 128, 5, 5, 1, 64),
