@@ -150,10 +150,14 @@ class MegaKernel(PairTurns):
                 "pairs that share B are for BF16 on Hopper", f"{arch}, mxfp8={mxfp8}"
             )
         self.pair = pair
+        # A lean gather hands a stage over when the next one is on its way, and the MMA warps let go of one
+        # when the next has come: with two stages they wait for each other.
         if lean is None:
-            lean = self.machine.lean
+            lean = self.machine.lean and stages >= 3
         if (hints or lean) and not self.hopper:
             raise ResourceError("hints and lean are for Hopper", arch)
+        if lean and stages < 3:
+            raise ResourceError("lean main loops need at least three stages", stages)
         self.ctas = self.machine.cluster(pair)
         if self.hopper:
             gather_warps = 2 if direct else 0

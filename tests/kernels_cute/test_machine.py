@@ -122,3 +122,15 @@ def test_budgets_by_hand():
     assert BLACKWELL.smem_bytes(256, 6, 2) == 6 * 32768 + 2 * 16384 + 1024
     # Hopper: 4 stages of 16 KB A and 32 KB B.
     assert HOPPER.smem_bytes(256, 4, 2) == 4 * 49152 + 2 * 16384 + 1024
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_lean_needs_three_stages(direct):
+    """With two the gather and the MMA warps wait for each other (seen in the emulator)."""
+    from mok.kernels_cute.forward import ForwardKernel
+    from mok.kernels_cute.gemm.lean_sm90 import LeanMainloop
+
+    kernels = [ForwardKernel(direct=direct, arch="sm_90a", stages=n) for n in (2, 3)]
+    assert [isinstance(k.mainloop, LeanMainloop) for k in kernels] == [False, True]
+    with pytest.raises(ResourceError, match="at least three stages"):
+        ForwardKernel(direct=direct, arch="sm_90a", stages=2, lean=True)
