@@ -60,8 +60,9 @@ def check(case, dy, found, ep_size=1, exact=False):
         if exact:
             assert torch.equal(value, wanted[name]), name
         assert relative_l2(value, wanted[name]) < LIMIT, name
-        # A sum over two values may be any share of what they cost.
-        if name in oracle and not name.startswith("shared") and value.numel() > 2:
+        # A sum over two values, and a gradient of one row, may be any share of what they cost.
+        many = value.numel() > 2 and (name in ("x", "router_weights") or case.x.shape[0] > 1)
+        if name in oracle and not name.startswith("shared") and many:
             assert relative_l2(value, oracle[name]) < FP32_LIMIT.get(name, 8e-2), name
 
 
