@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _WORKER = (
@@ -19,17 +19,28 @@ _WORKER = (
 )
 
 
-def layer_specs(arch: str, direct: bool, trains: bool, mxfp8: bool = False) -> list[Any]:
+def layer_specs(
+    arch: str,
+    direct: bool,
+    trains: bool,
+    mxfp8: bool = False,
+    sizes: Iterable[tuple[int, int]] = (),
+) -> list[Any]:
     """Specs of the kernels that a layer launches, the slowest to compile first.
 
-    ``direct``: one rank in BF16, without the ring.
+    ``direct``: one rank in BF16, without the ring. ``sizes``: (H, I) of the layers; by default any.
     """
     from mok import kernels
+    from mok.kernels_cute.machine import machine_of, pays_backward
+
+    in_pairs = {pays_backward(*size) for size in sizes} or {True, False}
+    if mxfp8 or not machine_of(arch).pairs:
+        in_pairs = {False}
 
     specs = [kernels.forward_spec(arch, direct, mxfp8=mxfp8)]
     if trains:
         specs = [
-            kernels.backward_spec(arch, direct, mxfp8=mxfp8),
+            *(kernels.backward_spec(arch, direct, mxfp8=mxfp8, pair=p) for p in sorted(in_pairs)),
             kernels.forward_spec(arch, direct, True, mxfp8=mxfp8),
             *specs,
         ]
