@@ -47,7 +47,7 @@ def on_device(position: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
             device: Any = getattr(workspace, "device", None)
             if getattr(device, "type", "cpu") != "cuda":
                 return function(*args, **kwargs)
-            if torch._C._cuda_getDevice() == device.index:  # it has a workspace: CUDA is there
+            if torch.cuda.current_device() == device.index:
                 return function(*args, **kwargs)
             with torch.cuda.device(device):
                 return function(*args, **kwargs)
