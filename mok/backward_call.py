@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mok.arguments import check_tensor
-from mok.call import Call, ForwardContext, LaunchFacts, num_sms
+from mok.call import Call, ForwardContext, LaunchFacts, launch_shape, num_sms
 from mok.errors import DtypeError, ShapeError
 from mok.kernels_cute import trace
 
@@ -269,7 +269,7 @@ class BackwardCall(Call):
         shared_grads = [self._new(T, Is) if Is else None for _ in range(3)]
         shared_partial = self._new(T, Is // 64, dtype=torch.float32) if Is else None
         shared_dx = self._new(T, H) if Is else None
-        grid, comm, pair = self.launch_shape(self.config.bwd_num_comm_sms, backward=True)
+        grid, comm, pair = launch_shape(w, self.config, backward=True)
         minibatch = self.config.minibatch_size
         w.last_launch = LaunchFacts("backward", grid, comm, minibatch, self.ring, pair)
         heap = None if self.direct else w.backward

@@ -27,10 +27,8 @@ SHARED = tuple(f"shared_{name}" for name in WEIGHT_NAMES)
 _FACTS = attrgetter("shape", "dtype", "device")
 _NONE = (None, None, None)
 # torch's own compiler allocates with these (on the current device); None in a torch without them.
-_EMPTY = {
-    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
-    for kind in ("cpu", "cuda")
-}
+_GUARDS = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_EMPTY = {kind: getattr(_GUARDS, f"_empty_strided_{kind}", None) for kind in ("cpu", "cuda")}
 BF16, FP32, E4M3 = (torch.bfloat16,), (torch.float32,), (torch.float8_e4m3fn,)
 
 
@@ -142,6 +140,46 @@ def schedule_sizes(workspace: Workspace) -> tuple[int, ...]:
     return (
         shape.num_experts, shape.topk, shape.ep_size, workspace.sizes.tile, workspace.max_tokens,
     )  # fmt: skip
+
+
+def launch_shape(
+    workspace: Workspace, config: Config, backward: bool = False
+) -> tuple[int, int, bool]:
+    """(CTAs, comm CTAs, whether they work in pairs) of a megakernel, in whole clusters.
+
+    ``schedule_capacity_multiplier`` is a hint of the rows this rank gets, as a fraction of all routes:
+    no more CTAs than such a call has tasks. Work is drawn by ticket, so any grid computes everything.
+    With launch control there is a cluster per task, so that some are left to give their SMs away;
+    otherwise no more than fit.
+
+    Raises:
+        ResourceError: the comm SMs leave no room for a cluster that computes.
+    """
+    from mok.kernels import scheduling_of
+    from mok.kernels_cute.machine import launch_grid, machine_of, pays_backward, works_in_pairs
+
+    arch, sms, reserved = str(workspace.arch), num_sms(workspace), config.reserved_sms
+    shape = workspace.shape
+    comm = config.bwd_num_comm_sms if backward else config.fwd_num_comm_sms
+    comm = 0 if workspace.sizes.direct else comm
+    pair = works_in_pairs(arch, sms, reserved, comm, workspace.precision == "mxfp8")
+    if backward:
+        pair = pair and pays_backward(shape.hidden_size, shape.intermediate_size)
+    cluster = machine_of(arch).cluster(pair)
+    comm = -(-comm // cluster) * cluster
+    usable = (sms - reserved) // cluster * cluster
+    if comm + cluster > usable:
+        raise ResourceError(
+            f"comm SMs and one cluster of {cluster} must fit the usable SMs",
+            f"{comm} + {cluster} > {usable}",
+            "Lower num_comm_sms or reserved_sms",
+        )
+    routes = shape.ep_size * workspace.max_tokens * shape.topk
+    rows = max(1, math.ceil(routes * config.schedule_capacity_multiplier))
+    per_block = -(-2 * shape.intermediate_size // 256) + -(-shape.hidden_size // 256)
+    tasks = -(-rows // workspace.sizes.tile) * per_block
+    scheduling = scheduling_of(arch, config.launch_control)
+    return launch_grid(arch, scheduling, usable, comm, tasks, pair), comm, pair
 
 
 class Call:
@@ -373,44 +411,6 @@ class Call:
                 self.stream,
             )
 
-    def launch_shape(self, comm_sms: int, backward: bool = False) -> tuple[int, int, bool]:
-        """(CTAs, comm CTAs, whether they work in pairs) of a megakernel, in whole clusters.
-
-        ``schedule_capacity_multiplier`` is a hint of the rows this rank gets, as a fraction of all routes:
-        no more CTAs than such a call has tasks. Work is drawn by ticket, so any grid computes everything.
-        With launch control there is a cluster per task, so that some are left to give their SMs away;
-        otherwise no more than fit.
-        """
-        from mok.kernels import scheduling_of
-        from mok.kernels_cute.machine import (
-            launch_grid,
-            machine_of,
-            pays_backward,
-            works_in_pairs,
-        )
-
-        arch, sms, reserved = self.workspace.arch, num_sms(self.workspace), self.config.reserved_sms
-        comm = 0 if self.direct else comm_sms
-        pair = works_in_pairs(arch, sms, reserved, comm, self.mxfp8)
-        if backward:
-            s = self.shape
-            pair = pair and pays_backward(s.hidden_size, s.intermediate_size)
-        cluster = machine_of(arch).cluster(pair)
-        comm = -(-comm // cluster) * cluster
-        usable = (sms - reserved) // cluster * cluster
-        if comm + cluster > usable:
-            raise ResourceError(
-                f"comm SMs and one cluster of {cluster} must fit the usable SMs",
-                f"{comm} + {cluster} > {usable}",
-                "Lower num_comm_sms or reserved_sms",
-            )
-        routes = self.shape.ep_size * self.workspace.max_tokens * self.shape.topk
-        rows = max(1, math.ceil(routes * self.config.schedule_capacity_multiplier))
-        per_block = -(-2 * self.shape.intermediate_size // 256) + -(-self.shape.hidden_size // 256)
-        tasks = -(-rows // self.sizes.tile) * per_block
-        scheduling = scheduling_of(arch, self.config.launch_control)
-        return launch_grid(arch, scheduling, usable, comm, tasks, pair), comm, pair
-
     def run_forward(
         self, i: int, context: ForwardContext | None, recompute: bool = False
     ) -> Tensor | None:
@@ -474,7 +474,7 @@ class Call:
         from mok.runtime.compile import get_kernel
 
         w, s, c, rank = self.workspace, self.sizes, self.config, self.local_ranks[i]
-        grid, comm, pair = self.launch_shape(c.fwd_num_comm_sms)
+        grid, comm, pair = launch_shape(w, c)
         options = (c.launch_control, c.trace, self.mxfp8, s.wire, self.limited, pair)
         if recompute:
             spec = kernels.recompute_spec(w.arch, self.direct, *options)

@@ -27,7 +27,26 @@ class Bars(NamedTuple):
 
 
 class Gather(Invariant):
-    """Base of ``sm90.Mainloop``, whose stages it fills."""
+    """Base of ``sm90.Mainloop``, whose stages it fills.
+
+    Thread t copies 16-byte chunk t%8 of rows t//8, t//8 + row_step, …; a chunk lands at its place in the
+    128-byte swizzle (chunk xor row mod 8).
+    """
+
+    @property
+    def row_step(self) -> int:
+        """Rows between two of a thread's."""
+        return self.gather_threads // 8
+
+    def place(self, thread: Int32, sA_address: Int32) -> tuple[Int32, Int32, Int32]:
+        """A thread's chunk, its first row, and where that goes in stage 0."""
+        chunk, first = thread % 8, thread // 8
+        return chunk, first, sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
+
+    def load_routes(self, coming: cute.Tensor, routes: cute.Pointer):
+        """The thread's routes of a K step into ``coming``, int32 [TILE_K / row_step] in registers."""
+        for i in range(self.TILE_K // self.row_step):
+            coming[i] = cute.arch.load(routes + i * self.row_step, Int32)
 
     @cute.jit
     def gather_tile(
@@ -42,16 +61,10 @@ class Gather(Invariant):
         stage: Int32,
         phase: Int32,
     ) -> tuple[Int32, Int32]:
-        """Gather all K steps of A by cp.async; ``rows`` int32 [128*8/gather_threads]: source rows, -1 for zeros.
-
-        Thread t copies 16-byte chunk t%8 of rows t//8, t//8 + gather_threads/8, …; the chunk lands at its
-        place in the 128-byte swizzle (chunk xor row mod 8).
-        """
-        row_step = self.gather_threads // 8
-        chunk = thread % 8
-        first = thread // 8
+        """Gather all K steps of A by cp.async; ``rows`` int32 [128 / row_step]: source rows, -1 for zeros."""
+        row_step = self.row_step
+        chunk, _, target = self.place(thread, sA_address)
         source = x_address + Int64(chunk * 16)
-        target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
         pitch = Int32(row_bytes)
         for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
@@ -85,7 +98,7 @@ class Gather(Invariant):
 
         ``by_topk`` divides by K.
         """
-        row_step = self.gather_threads // 8
+        row_step = self.row_step
         rows = cute.make_rmem_tensor((self.TILE_M // row_step,), Int32)
         first = routes + thread // 8
         for i in cutlass.range_constexpr(self.TILE_M // row_step):
@@ -111,31 +124,27 @@ class Gather(Invariant):
     ) -> tuple[Int32, Int32]:
         """Gather A for a contraction over rows: K runs over ``routes``, 128 columns of x per tile.
 
-        Other arguments as ``gather``. Columns outside the matrix are zeros. Thread t copies 16-byte chunk t%8
-        of both strips of 64 columns for rows t//8, t//8 + gather_threads/8, … Two warps must keep up with
-        the MMA here, so an address is one multiplication, and routes are loaded a step ahead.
+        Other arguments as ``gather``. Columns outside the matrix are zeros. A thread copies its chunk of both
+        strips of 64 columns. Two warps must keep up with the MMA here, so an address is one multiplication,
+        and routes are loaded a step ahead.
         """
-        row_step = self.gather_threads // 8
+        row_step = self.row_step
         per_thread = self.TILE_K // row_step
-        chunk = thread % 8
-        first = thread // 8
+        chunk, first, target = self.place(thread, sA_address)
         pitch, columns = Int32(source.row_bytes), Int32(source.row_bytes // 2)
         first_byte = source.address + Int64(first_column + chunk * 8) * 2
-        target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
         inside = [Int32(first_column + s * 64 < columns) * 16 for s in range(self.TILE_M // 64)]
         mine = routes + first
         ids = cute.make_rmem_tensor((per_thread,), Int32)
         coming = cute.make_rmem_tensor((per_thread,), Int32)
         if k_tiles > 0:
-            for i in cutlass.range_constexpr(per_thread):
-                coming[i] = cute.arch.load(mine + i * row_step, Int32)
+            self.load_routes(coming, mine)
         for k in cutlass.range(k_tiles, unroll=1):
             for i in cutlass.range_constexpr(per_thread):
                 ids[i] = coming[i]
             # The last step loads its own routes again, rather than any that do not exist.
             ahead = mine + cutlass.min(k + 1, k_tiles - 1) * self.TILE_K
-            for i in cutlass.range_constexpr(per_thread):
-                coming[i] = cute.arch.load(ahead + i * row_step, Int32)
+            self.load_routes(coming, ahead)
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             stage_target = target + stage * self.a_bytes
             for i in cutlass.range_constexpr(per_thread):

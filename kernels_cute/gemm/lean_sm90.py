@@ -68,11 +68,10 @@ class LeanMainloop(Mainloop):
     ) -> tuple[Int32, Int32]:
         """``Mainloop.gather_tile``; a stage is handed over when the next one's copies are on their way."""
         stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
-        row_step = self.gather_threads // 8
+        row_step = self.row_step
         count = self.TILE_M // row_step
-        chunk, first = thread % 8, thread // 8
+        chunk, _, target = self.place(thread, sA_address)
         source = x_address + Int64(chunk * 16)
-        target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
         pitch = Int32(row_bytes)
         sources = cute.make_rmem_tensor((count,), Int64)
         exist = Int32(0)  # a bit per row
@@ -119,20 +118,18 @@ class LeanMainloop(Mainloop):
     ) -> tuple[Int32, Int32]:
         """``Mainloop.gather_columns``, handed over as in ``gather_tile``."""
         stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
-        row_step = self.gather_threads // 8
+        row_step = self.row_step
         per_thread = self.TILE_K // row_step
-        chunk, first = thread % 8, thread // 8
+        chunk, first, target = self.place(thread, sA_address)
         pitch, columns = Int32(source.row_bytes), Int32(source.row_bytes // 2)
         first_byte = source.address + Int64(first_column + chunk * 8) * 2
         both = first_column + 64 < columns
         multiplier, shift = high_divider(by_topk)
-        target = sA_address + first * 128 + ((chunk ^ (first % 8)) << 4)
         mine = routes + first
         rows = cute.make_rmem_tensor((per_thread,), Int64)
         coming = cute.make_rmem_tensor((per_thread,), Int32)
         if k_tiles > 0:
-            for i in cutlass.range_constexpr(per_thread):
-                coming[i] = cute.arch.load(mine + i * row_step, Int32)
+            self.load_routes(coming, mine)
         before = stage
         for k in cutlass.range(k_tiles, unroll=1):
             exist = Int32(0)  # a bit per row
@@ -151,8 +148,7 @@ class LeanMainloop(Mainloop):
                     rows[i] = ptx.mad_wide(token, pitch, first_byte)
             # The last step loads its own routes again, rather than any that do not exist.
             ahead = mine + cutlass.min(k + 1, k_tiles - 1) * self.TILE_K
-            for i in cutlass.range_constexpr(per_thread):
-                coming[i] = cute.arch.load(ahead + i * row_step, Int32)
+            self.load_routes(coming, ahead)
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             stage_target = target + stage * self.a_bytes
             if whole:

@@ -472,6 +472,6 @@ class Runner:
         if ready.entry.setting:
             row["config"] = ready.entry.setting
         target = bench.target(item.pass_name)
-        if target is not None and ready.precision == "bf16":
+        if target is not None and ready.entry.name == "mok":  # set for our direct path
             row["target"] = target
         return row

@@ -125,6 +125,7 @@ def test_ours_launches_what_is_compiled_beforehand(work, launches, name):
             make_program(name, work, options())
         work = make_work(parse_shape("64,128,128,4,2"), CPU)
     program = make_program(name, work, options())
+    assert ("pairs" in program.note) == (not mxfp8)
     output = program.output(program.forward(0))
     assert output.shape == (64, 128) and output.dtype == torch.bfloat16
     _, saved = program.forward_training(1)

@@ -93,17 +93,10 @@ class MokProgram(Program):
         self.note += f"EP {ep}, minibatch {c.minibatch_size}, macrobatch {c.macrobatch_size}"
         if ep > 1:
             self.note += f", comm SMs {c.fwd_num_comm_sms}/{c.bwd_num_comm_sms}"
-        if self._in_pairs(c):
+        from mok.call import launch_shape
+
+        if launch_shape(self.workspace, c)[2]:
             self.note += ", pairs"
-
-    def _in_pairs(self, config: Config) -> bool:
-        """Whether the kernels work in pairs of CTAs."""
-        from mok.call import num_sms
-        from mok.kernels_cute.machine import works_in_pairs
-
-        comm = 0 if self.ep_size == 1 else config.fwd_num_comm_sms
-        sms = num_sms(self.workspace)
-        return works_in_pairs(str(self.workspace.arch), sms, config.reserved_sms, comm)
 
     def _weight(self, weight: Tensor) -> Any:
         from mok.mxfp8 import mxfp8_quantize
