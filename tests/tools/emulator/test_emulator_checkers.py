@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mok.tools.emulator import KernelFault, LaunchError
+from tests.tools.emulator.mutated import KERNELS
 from tests.tools.emulator.ptx import kernel, run
 
 pytestmark = pytest.mark.emulator
@@ -167,3 +168,24 @@ def test_a_cluster_barrier_is_waited_for_once_after_each_arrival(body, right):
     else:
         with pytest.raises(KernelFault, match="cluster barrier misuse"):
             go()
+
+
+RING = KERNELS["ring of bulk copies"]
+EXPECT = "mbarrier.arrive.expect_tx.shared.b64 %d9, [%r3], %r6;"
+BARRIER_FAULTS = {
+    # Of each fault of the ring: what is replaced, by what, and the report.
+    "more bytes than come": (EXPECT, f"mov.u32 %r12, 144;\n{EXPECT[:-4]}%r12;", "deadlock"),
+    "fewer bytes than come": (EXPECT, f"mov.u32 %r12, 112;\n{EXPECT[:-4]}%r12;", "bytes"),
+    "more arrivals than come": ("[%r1+16], 32;", "[%r1+16], 33;", "deadlock"),
+    "the producer's parity": ("[%r4], %r5;", "[%r4], %r21;", "deadlock"),
+    "the consumer's parity": ("[%r3], %r21;", "[%r3], %r22;", "deadlock|more arrivals"),
+}
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("fault", BARRIER_FAULTS)
+def test_misuse_of_an_mbarrier(fault, seed):
+    right, wrong, report = BARRIER_FAULTS[fault]
+    assert RING.text.count(right) == 1
+    with pytest.raises(KernelFault, match=report):
+        RING.run(lambda text: text.replace(right, wrong), seed)
