@@ -225,23 +225,24 @@ class BulkOps:
         w: "Warp",
         rank: int,
         offset: int,
-        size: int,
-        read: Callable[[], np.ndarray],
-        swizzle: int,
+        read: Callable[[], tuple[np.ndarray, int]],
         barrier: tuple[int, int],
     ) -> None:
-        """A copy into CTA ``rank``'s shared memory that signals ``barrier`` (rank, offset)."""
+        """A copy into CTA ``rank``'s shared memory that signals ``barrier`` (rank, offset).
+
+        ``read`` gives the bytes and their swizzle.
+        """
         from mok.tools.emulator.tma import write_smem
 
         cluster = w.cta.cluster
         cta: Cta = cluster.ctas[rank]
 
         def run() -> None:
-            data = read()
+            data, swizzle = read()
             if self.checker is not None:
-                self.checker.smem(cta, offset, size, True)
+                self.checker.smem(cta, offset, data.size, True)
             write_smem(cta, offset, data, swizzle)
-            complete_tx(self, cluster, barrier[0], barrier[1], size)
+            complete_tx(self, cluster, barrier[0], barrier[1], data.size)
 
         self.engine.submit("bulk load", w, [run])
 
@@ -250,17 +251,20 @@ class BulkOps:
         w: "Warp",
         lanes: list[int],
         src: int,
-        size: int,
-        swizzle: int,
+        shape: Callable[[], tuple[int, int]],
         write: Callable[[np.ndarray], None],
     ) -> None:
-        """A copy out of shared memory, in two steps: read the source, write the destination."""
+        """A copy out of shared memory, in two steps: read the source, write the destination.
+
+        ``shape`` gives the bytes and their swizzle when the source is read.
+        """
         from mok.tools.emulator.tma import read_smem
 
         cta = w.cta.cluster.ctas[src >> L.RANK_SHIFT]
         data: list[np.ndarray] = []
 
         def read() -> None:
+            size, swizzle = shape()
             if self.checker is not None:
                 self.checker.smem(cta, src & ((1 << L.RANK_SHIFT) - 1), size, False)
             data.append(read_smem(cta, src & ((1 << L.RANK_SHIFT) - 1), size, swizzle).copy())

@@ -7,6 +7,7 @@ import numpy as np
 
 from mok.tools.emulator import layout as L
 from mok.tools.emulator import race
+from mok.tools.emulator.mapproxy import MapProxy
 
 if TYPE_CHECKING:
     from mok.tools.emulator.asyncops import Pending
@@ -71,6 +72,7 @@ class Checker:
         self.slot_warp = np.zeros(self.slots, dtype=np.int64)
         self.next_slot = 0
         self.agent: Agent | None = None  # the operation whose step runs now
+        self.maps = MapProxy(self)
         words = machine.smem_size // 4
         self.shadow = np.zeros((ctas, words + 16, 8), dtype=np.int64)
         self.tmem_shadow: dict[int, np.ndarray] = {}
@@ -121,6 +123,14 @@ class Checker:
         row: np.ndarray = self.clocks[w.index * race.ROWS_PER_WARP + which]
         return row
 
+    def tick(self, w: "Warp") -> np.ndarray:
+        """What has happened before this moment of a warp; what follows is a new epoch of it."""
+        own = self._row(w, 0)
+        before = own.copy()
+        own[w.index] += 1
+        own[2 * self.num_warps + w.index] = own[w.index]
+        return before
+
     # -- asynchronous agents ----------------------------------------------------------
 
     def begin(self, w: "Warp", pc: int) -> Agent:
@@ -134,12 +144,9 @@ class Checker:
         self.slot_epoch[slot] += 1
         self.slot_warp[slot] = w.index
         epoch = int(self.slot_epoch[slot])
-        clock, proxy = self._row(w, 0).copy(), self._row(w, 1).copy()
+        clock, proxy = self.tick(w), self._row(w, 1).copy()
         place = self.first_slot + slot
         clock[place] = epoch
-        own = self._row(w, 0)
-        own[w.index] += 1
-        own[2 * self.num_warps + w.index] = own[w.index]
         return Agent(place, epoch, clock, proxy, pc)
 
     def own(self, agent: Agent, op: "Pending") -> None:
@@ -227,19 +234,34 @@ class Checker:
         self, address: int, size: int, write: bool, rows: int = 1, pitch: int = 0
     ) -> None:
         """``rows`` ranges of one tensor, ``pitch`` bytes (a multiple of 4) apart."""
+        count = ((address + size + 3) >> 2) - (address >> 2)
+        words = self.global_words(address, count)
+        if words is not None:
+            kind = (race.WRITE if write else race.READ) | race.ASYNC
+            self._check(words.ctypes.data, count, kind, address, False, rows, pitch)
+
+    def global_read(self, address: int, size: int) -> None:
+        """The running operation reads whole words through a proxy that is checked elsewhere."""
+        words = self.global_words(address, size >> 2)
+        if words is not None:
+            self._check(words.ctypes.data, size >> 2, race.READ, address, False)
+
+    def global_by_warp(self, w: "Warp", address: int, size: int, write: bool) -> None:
+        """A generic access to whole words that a warp makes through a Python handler."""
+        words = self.global_words(address, size >> 2)
+        if words is not None:
+            self._by_warp(w, words.ctypes.data, size >> 2, write, address, False)
+
+    def global_words(self, address: int, count: int) -> np.ndarray | None:
+        """Shadow records of ``count`` words of registered global memory; None where not tracked."""
         m = self.machine
         n = int(m.x[L.X_NRANGES])
-        if n == 0 or self.agent is None:
-            return
         i = int(np.searchsorted(m.ranges[:n, 0], address, side="right")) - 1
         array = self.global_shadow[i] if i >= 0 else None
         if array is None:
-            return
+            return None
         first = (address >> 2) - (int(m.ranges[i, 0]) >> 2)
-        count = ((address + size + 3) >> 2) - (address >> 2)
-        kind = (race.WRITE if write else race.READ) | race.ASYNC
-        base = array.ctypes.data + race.RECORD * first
-        self._check(base, count, kind, address, False, rows, pitch)
+        return array[first : first + count]
 
     def tmem(self, sm: int, lanes: np.ndarray, first: int, count: int, write: bool) -> None:
         """TMEM that the running operation touches, in units of 16 lanes and one column."""
@@ -251,9 +273,11 @@ class Checker:
     def smem_by_warp(self, w: "Warp", cta: "Cta", offset: int, size: int, write: bool) -> None:
         """A generic access that a warp makes through a Python handler."""
         base = self.shadow[cta.index].ctypes.data + race.RECORD * (offset >> 2)
-        self._by_warp(w, base, size >> 2, write, cta.smem.ctypes.data + offset)
+        self._by_warp(w, base, size >> 2, write, cta.smem.ctypes.data + offset, not write)
 
-    def _by_warp(self, w: "Warp", shadow: int, count: int, write: bool, address: int) -> None:
+    def _by_warp(
+        self, w: "Warp", shadow: int, count: int, write: bool, address: int, uninit: bool
+    ) -> None:
         clock, proxy = self._row(w, 0), self._row(w, 1)
         # Tensor memory (address < 0) is handed over by arrivals of any scope, as other order is.
         agent = w.index + (2 * self.num_warps if write and address >= 0 else 0)
@@ -268,14 +292,15 @@ class Checker:
             proxy.ctypes.data,
             np.int64(int(w.state[L.W_PC])),
             np.int64(address),
-            not write,
+            uninit,
         )
 
     def tmem_by_warp(
         self, w: "Warp", sm: int, lanes: np.ndarray, first: int, count: int, write: bool
     ) -> None:
         for g in lane_groups(lanes):
-            self._by_warp(w, self._tmem_base(sm, g, first), count, write, TMEM_BASE + 4 * first)
+            base = self._tmem_base(sm, g, first)
+            self._by_warp(w, base, count, write, TMEM_BASE + 4 * first, not write)
 
     def _tmem_base(self, sm: int, group: int, first: int) -> int:
         array = self.tmem_shadow.setdefault(sm, np.zeros((8, 512, 8), dtype=np.int64))
