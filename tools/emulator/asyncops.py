@@ -225,24 +225,23 @@ class BulkOps:
         w: "Warp",
         rank: int,
         offset: int,
-        read: Callable[[], tuple[np.ndarray, int]],
+        size: int,
+        read: Callable[[], np.ndarray],
+        swizzle: int,
         barrier: tuple[int, int],
     ) -> None:
-        """A copy into CTA ``rank``'s shared memory that signals ``barrier`` (rank, offset).
-
-        ``read`` gives the bytes and their swizzle.
-        """
+        """A copy into CTA ``rank``'s shared memory that signals ``barrier`` (rank, offset)."""
         from mok.tools.emulator.tma import write_smem
 
         cluster = w.cta.cluster
         cta: Cta = cluster.ctas[rank]
 
         def run() -> None:
-            data, swizzle = read()
+            data = read()
             if self.checker is not None:
-                self.checker.smem(cta, offset, data.size, True)
+                self.checker.smem(cta, offset, size, True)
             write_smem(cta, offset, data, swizzle)
-            complete_tx(self, cluster, barrier[0], barrier[1], data.size)
+            complete_tx(self, cluster, barrier[0], barrier[1], size)
 
         self.engine.submit("bulk load", w, [run])
 
@@ -251,20 +250,17 @@ class BulkOps:
         w: "Warp",
         lanes: list[int],
         src: int,
-        shape: Callable[[], tuple[int, int]],
+        size: int,
+        swizzle: int,
         write: Callable[[np.ndarray], None],
     ) -> None:
-        """A copy out of shared memory, in two steps: read the source, write the destination.
-
-        ``shape`` gives the bytes and their swizzle when the source is read.
-        """
+        """A copy out of shared memory, in two steps: read the source, write the destination."""
         from mok.tools.emulator.tma import read_smem
 
         cta = w.cta.cluster.ctas[src >> L.RANK_SHIFT]
         data: list[np.ndarray] = []
 
         def read() -> None:
-            size, swizzle = shape()
             if self.checker is not None:
                 self.checker.smem(cta, src & ((1 << L.RANK_SHIFT) - 1), size, False)
             data.append(read_smem(cta, src & ((1 << L.RANK_SHIFT) - 1), size, swizzle).copy())

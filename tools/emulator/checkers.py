@@ -69,7 +69,10 @@ class Checker:
         self.reports = np.zeros((race.MAX_REPORTS, race.REPORT_WORDS), dtype=np.int64)
         self.slot_epoch = np.zeros(self.slots, dtype=np.int64)
         self.slot_op: list[Pending | None] = [None] * self.slots
-        self.slot_warp = np.zeros(self.slots, dtype=np.int64)
+        # Of asynchronous operations, by their epochs, and of each warp, from an epoch on: the warp, and
+        # the CTA that it belongs to then.
+        self.issuers: dict[int, tuple[int, tuple[int, int, int]]] = {}
+        self.lives: list[list[tuple[int, tuple[int, int, int]]]] = [[] for _ in range(warps)]
         self.next_slot = 0
         self.agent: Agent | None = None  # the operation whose step runs now
         self.maps = MapProxy(self)
@@ -118,14 +121,16 @@ class Checker:
     def start_warp(self, w: "Warp") -> None:
         w.state[L.W_AGENT] = w.index
         race.start_warp(self.machine.x.ctypes.data, w.state.ctypes.data)
+        self.lives[w.index].append((int(self.row(w, 0)[w.index]), w.cta.coords))
 
-    def _row(self, w: "Warp", which: int) -> np.ndarray:
+    def row(self, w: "Warp", which: int) -> np.ndarray:
+        """A warp's clock (0), or what of it the asynchronous proxy sees (1)."""
         row: np.ndarray = self.clocks[w.index * race.ROWS_PER_WARP + which]
         return row
 
     def tick(self, w: "Warp") -> np.ndarray:
         """What has happened before this moment of a warp; what follows is a new epoch of it."""
-        own = self._row(w, 0)
+        own = self.row(w, 0)
         before = own.copy()
         own[w.index] += 1
         own[2 * self.num_warps + w.index] = own[w.index]
@@ -142,11 +147,11 @@ class Checker:
             if op is None or op.finished:
                 break
         self.slot_epoch[slot] += 1
-        self.slot_warp[slot] = w.index
         epoch = int(self.slot_epoch[slot])
-        clock, proxy = self.tick(w), self._row(w, 1).copy()
+        clock, proxy = self.tick(w), self.row(w, 1).copy()
         place = self.first_slot + slot
         clock[place] = epoch
+        self.issuers[place << 32 | epoch] = w.index, w.cta.coords
         return Agent(place, epoch, clock, proxy, pc)
 
     def own(self, agent: Agent, op: "Pending") -> None:
@@ -156,12 +161,14 @@ class Checker:
         """The operation's second phase: its later accesses are not covered by its first."""
         i = agent.slot - self.first_slot
         self.slot_epoch[i] += 1
+        issuer = self.issuers[int(agent.tag)]
         agent.epoch = int(self.slot_epoch[i])
+        self.issuers[int(agent.tag)] = issuer
         agent.clock[agent.slot] = agent.epoch
 
     def observe(self, w: "Warp", agent: Agent, epoch: int | None = None) -> None:
         """A warp has waited for the operation, or for its phase that ended with ``epoch``."""
-        row = self._row(w, 0)
+        row = self.row(w, 0)
         if epoch is None:
             np.maximum(row, agent.clock, out=row)
         row[agent.slot] = max(int(row[agent.slot]), epoch or agent.epoch)
@@ -240,12 +247,6 @@ class Checker:
             kind = (race.WRITE if write else race.READ) | race.ASYNC
             self._check(words.ctypes.data, count, kind, address, False, rows, pitch)
 
-    def global_read(self, address: int, size: int) -> None:
-        """The running operation reads whole words through a proxy that is checked elsewhere."""
-        words = self.global_words(address, size >> 2)
-        if words is not None:
-            self._check(words.ctypes.data, size >> 2, race.READ, address, False)
-
     def global_by_warp(self, w: "Warp", address: int, size: int, write: bool) -> None:
         """A generic access to whole words that a warp makes through a Python handler."""
         words = self.global_words(address, size >> 2)
@@ -278,7 +279,7 @@ class Checker:
     def _by_warp(
         self, w: "Warp", shadow: int, count: int, write: bool, address: int, uninit: bool
     ) -> None:
-        clock, proxy = self._row(w, 0), self._row(w, 1)
+        clock, proxy = self.row(w, 0), self.row(w, 1)
         # Tensor memory (address < 0) is handed over by arrivals of any scope, as other order is.
         agent = w.index + (2 * self.num_warps if write and address >= 0 else 0)
         tag = np.int64(agent << 32 | int(clock[agent]))
@@ -318,7 +319,7 @@ class Checker:
 
         out = []
         for i in range(int(self.machine.x[L.X_NREPORTS])):
-            kind, agent, pc, lane, address, other, other_pc, _ = (int(v) for v in self.reports[i])
+            kind, epoch, pc, lane, address, other, other_pc, _ = (int(v) for v in self.reports[i])
             second = "" if kind == L.F_UNINIT else self._who(other, other_pc)
             rule, place = L.FAULT_TEXT[kind], ""
             if address < 0:
@@ -326,18 +327,23 @@ class Checker:
                 rule = rule.replace("shared memory", "tensor memory")
             else:
                 place = locate(self.machine, address)
-            out.append(Finding(rule, self._who(agent, pc), second, place, lane))
+            out.append(Finding(rule, self._who(epoch, pc), second, place, lane))
         return out
 
-    def _who(self, agent: int, pc: int) -> str:
-        m = self.machine
-        if agent < self.num_warps:
-            return m.where(m.warps[agent], pc)
-        if agent < self.first_slot:
-            copy = "copy of " if agent < 2 * self.num_warps else ""
-            return copy + m.where(m.warps[agent % self.num_warps], pc)
-        issuer = m.warps[int(self.slot_warp[agent - self.first_slot])]
-        return "operation of " + m.where(issuer, pc)
+    def _who(self, epoch: int, pc: int) -> str:
+        agent, moment = epoch >> 32, epoch & 0xFFFFFFFF
+        if agent >= self.first_slot:
+            warp, coords = self.issuers[epoch]
+            return "operation of " + self._where(warp, coords, pc)
+        warp = agent % self.num_warps
+        copy = self.num_warps <= agent < 2 * self.num_warps
+        lives = self.lives[warp]  # a copy's epoch counts copies: it names the CTA that is there now
+        coords = next((c for start, c in reversed(lives) if copy or start <= moment), lives[-1][1])
+        return ("copy of " if copy else "") + self._where(warp, coords, pc)
+
+    def _where(self, warp: int, coords: tuple[int, int, int], pc: int) -> str:
+        number = int(self.machine.warps[warp].state[L.W_INDEX])
+        return f"CTA {coords} warp {number}, {self.machine.place(pc)}"
 
 
 def lane_groups(lanes: np.ndarray) -> list[int]:

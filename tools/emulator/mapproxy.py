@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mok.tools.emulator.checkers import Checker
     from mok.tools.emulator.machine import Cta, Warp
 
-_WORDS = 32  # of a tensor map
+_WORDS = 16  # of a tensor map, those that mean something
 _SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "sys": 3}
 
 
@@ -77,34 +77,32 @@ class MapProxy:
         table = w.cta.extra.setdefault("tensor maps", {})
         table.setdefault(address, []).append(_Acquire(w.index, int(row[w.index]), visible))
 
-    def use(self, cta: "Cta", address: int) -> None:
-        """The running operation reads the map: reports a write that it may not see."""
+    def use(self, w: "Warp", address: int) -> None:
+        """A copy that the warp issues reads the map: reports a write that it may not see."""
         checker = self.checker
-        agent = checker.agent
-        if agent is None:
-            return
-        acquires = cta.extra.get("tensor maps", {}).get(address, [])
-        before = [a for a in acquires if int(agent.clock[a.agent]) >= a.epoch]
+        clock, agent = checker.row(w, 0), w.index
+        acquires = w.cta.extra.get("tensor maps", {}).get(address, [])
+        before = [a for a in acquires if int(clock[a.agent]) >= a.epoch]
         for epoch, pc in self._writes(address):
             if not any(epoch in a.writes for a in before):
                 race.report(
                     checker.machine.x.ctypes.data,
                     np.int64(L.F_MAP),
-                    np.int64(agent.slot),
-                    np.int64(agent.pc),
+                    np.int64(agent << 32 | int(clock[agent])),
+                    np.int64(int(w.state[L.W_PC])),
                     np.int64(-1),
                     np.int64(address),
-                    np.int64(epoch >> 32),
+                    np.int64(epoch),
                     np.int64(pc),
                 )
-        checker.global_read(address, 4 * _WORDS)
+        checker.global_by_warp(w, address, 4 * _WORDS, False)
 
     def _writes(self, address: int) -> list[tuple[int, int]]:
         """Epochs of the writes that the map's words hold, with their instructions."""
         shadow = self.checker.global_words(address, _WORDS)
         if shadow is None:
             return []
-        found = {int(e): int(info) >> 16 for e, info in shadow[:, :2] if e}
+        found = {int(e): int(info) >> 16 & 0xFFFFFFFF for e, info in shadow[:, :2] if e}
         return sorted(found.items())
 
 

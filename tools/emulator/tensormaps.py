@@ -15,9 +15,9 @@ from mok.tools.emulator import layout as L
 from mok.tools.emulator.errors import EmulatorError
 
 if TYPE_CHECKING:
-    from mok.tools.emulator.machine import Cta, Machine, Warp
+    from mok.tools.emulator.machine import Machine, Warp
 
-BYTES = 128
+BYTES, USED = 128, 64  # of a map, and those of them that mean something
 _OFFSET = (1 << L.RANK_SHIFT) - 1
 # Element types of a tensor map, by its 4-bit code.
 TYPES = {
@@ -122,19 +122,19 @@ def decode(raw: bytes) -> TensorMap:
 _CACHE: dict[bytes, TensorMap] = {}
 
 
-def read_map(machine: "Machine", cta: "Cta", address: int) -> TensorMap:
-    """The tensor map that the running operation of a CTA reads, as its memory is now."""
+def read_map(machine: "Machine", w: "Warp", address: int) -> TensorMap:
+    """The tensor map of the copy that a warp issues, as its memory is now."""
     start = machine.params.ctypes.data
-    if not start <= address <= start + machine.params.nbytes - 64:
+    if not start <= address <= start + machine.params.nbytes - USED:
         if address >> 56 or address & 63:
             raise EmulatorError(
                 "a tensor map lies in global or parameter memory, at a multiple of 64 bytes",
                 hex(address),
             )
-        machine.check_global(address, BYTES)
+        machine.check_global(address, USED)
         if machine.checker is not None:
-            machine.checker.maps.use(cta, address)
-    raw = ctypes.string_at(address, 64)
+            machine.checker.maps.use(w, address)
+    raw = ctypes.string_at(address, USED)
     found = _CACHE.get(raw)
     if found is None:
         if len(_CACHE) > 4096:
@@ -219,21 +219,21 @@ class _Object:
             self.host = address
         self.shared = shared
 
-    def _track(self, write: bool) -> None:
+    def _track(self, size: int, write: bool) -> None:
         checker = self.machine.checker
         if checker is None:
             return
         if self.shared:
-            checker.smem_by_warp(self.w, self.cta, self.offset, BYTES, write)
+            checker.smem_by_warp(self.w, self.cta, self.offset, size, write)
         else:
-            checker.global_by_warp(self.w, self.host, BYTES, write)
+            checker.global_by_warp(self.w, self.host, size, write)
 
     def read(self) -> bytearray:
-        self._track(False)
+        self._track(USED, False)  # the DSL initialises no more
         return bytearray(ctypes.string_at(self.host, BYTES))
 
     def write(self, raw: bytes | bytearray) -> None:
-        self._track(True)
+        self._track(BYTES, True)
         ctypes.memmove(self.host, bytes(raw), BYTES)
         self.machine.x[L.X_EV_MEM] += 1
 

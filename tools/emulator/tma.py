@@ -199,7 +199,7 @@ def op_tensor_load(machine: Machine, w: Warp, op: Any) -> None:
     for lane in w.lanes():
         dst = generic_smem(_mem(w, op.operands[0], lane))
         tm_row, coord = op.operands[1][1][:2]
-        address = w.value(tm_row, lane) + op.operands[1][2]
+        tm = read_map(machine, w, w.value(tm_row, lane) + op.operands[1][2])
         coords = _coords(w, coord, lane)
         barrier = generic_smem(_mem(w, op.operands[2], lane))
         rank = dst >> L.RANK_SHIFT
@@ -207,13 +207,7 @@ def op_tensor_load(machine: Machine, w: Warp, op: Any) -> None:
         if multicast:
             mask = w.value(op.operands[3], lane) & 0xFFFF
             targets = [i for i in range(16) if mask >> i & 1]
-
-        def read(
-            address: int = address, coords: list[int] = coords, cta: Cta = w.cta
-        ) -> tuple[np.ndarray, int]:
-            tm = read_map(machine, cta, address)
-            return (gather_box if gather else read_box)(machine, tm, coords), tm.swizzle
-
+        size = int(np.prod(tm.count)) * tm.itemsize * (4 if gather else 1)
         for target in targets:
             if target >= len(w.cta.cluster.ctas):
                 raise EmulatorError("a multicast must stay in the cluster", f"CTA rank {target}")
@@ -223,7 +217,17 @@ def op_tensor_load(machine: Machine, w: Warp, op: Any) -> None:
                 where = signal_target(mods, barrier, target)
             else:
                 where = (barrier >> L.RANK_SHIFT, barrier & _OFFSET)
-            machine.submit_load(w, target, dst & _OFFSET, read, where)
+            machine.submit_load(
+                w,
+                target,
+                dst & _OFFSET,
+                size,
+                lambda tm=tm, coords=coords: (
+                    gather_box(machine, tm, coords) if gather else read_box(machine, tm, coords)
+                ),
+                tm.swizzle,
+                where,
+            )
 
 
 def gather_box(machine: Machine, tm: TensorMap, coords: list[int]) -> np.ndarray:
@@ -249,20 +253,11 @@ def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
         )
         boxes.setdefault(key, []).append(lane)
     for (map_address, box, src, _), lanes in boxes.items():
-        maps: list[TensorMap] = []  # as the map was when the source was read
-        place = list(box)
+        tm = read_map(machine, w, map_address)
+        coords = list(box)
+        size = int(np.prod(tm.box)) * tm.itemsize * (4 if scatter else 1)
 
-        def shape(
-            maps: list[TensorMap] = maps, address: int = map_address, cta: Cta = w.cta
-        ) -> tuple[int, int]:
-            maps.append(read_map(machine, cta, address))
-            tm = maps[0]
-            return int(np.prod(tm.box)) * tm.itemsize * (4 if scatter else 1), tm.swizzle
-
-        def write(
-            data: np.ndarray, maps: list[TensorMap] = maps, coords: list[int] = place
-        ) -> None:
-            tm = maps[0]
+        def write(data: np.ndarray, tm: TensorMap = tm, coords: list[int] = coords) -> None:
             if scatter:
                 column, *rows = coords
                 for part, row in zip(data.reshape(4, -1), rows, strict=True):
@@ -270,7 +265,7 @@ def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
             else:
                 write_box(machine, tm, coords, data, reduce)
 
-        machine.submit_store(w, lanes, src, shape, write)
+        machine.submit_store(w, lanes, src, size, tm.swizzle, write)
 
 
 _REDUCE = {"add", "min", "max", "and", "or", "xor", "inc", "dec"}
@@ -326,7 +321,7 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
                     view = out.view(types[0])
                     view[:] = combine(kind, view, data.view(types[0]), types[1])
 
-            machine.submit_store(w, [lane], generic_smem(src), lambda size=size: (size, 0), write)
+            machine.submit_store(w, [lane], generic_smem(src), size, 0, write)
             continue
         barrier = generic_smem(_mem(w, op.operands[3], lane))
         dst = generic_smem(dst)
@@ -347,18 +342,16 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
                 if reduce:
                     raise EmulatorError("reductions into shared memory are not implemented", mods)
 
-                def read(cta: Cta = cta, at: int = at, size: int = size) -> tuple[np.ndarray, int]:
+                def read(cta: Cta = cta, at: int = at, size: int = size) -> np.ndarray:
                     if machine.checker is not None:
                         machine.checker.smem(cta, at, size, False)
-                    return read_smem(cta, at, size, 0), 0
+                    return read_smem(cta, at, size, 0)
             else:
 
-                def read(  # type: ignore[misc]
-                    src: int = src, size: int = size
-                ) -> tuple[np.ndarray, int]:
-                    return global_bytes(machine, src, size).copy(), 0
+                def read(src: int = src, size: int = size) -> np.ndarray:  # type: ignore[misc]
+                    return global_bytes(machine, src, size).copy()
 
-            machine.submit_load(w, target, dst & _OFFSET, read, (owner, barrier & _OFFSET))
+            machine.submit_load(w, target, dst & _OFFSET, size, read, 0, (owner, barrier & _OFFSET))
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:
