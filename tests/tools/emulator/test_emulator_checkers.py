@@ -40,6 +40,27 @@ def test_a_race_is_reported_with_both_sides():
     assert "st.shared.b32" in text and "ld.shared.b32" in text and "warp" in text
 
 
+def test_every_reader_of_an_overwritten_word_is_named():
+    """Three warps read a word, each by its own line; the fourth overwrites it without waiting."""
+    reads = "".join(
+        f"setp.eq.u32 %p2, %r4, {n};\n@%p2 ld.shared.b32 %r1{n}, [%r1];\n" for n in (1, 2, 3)
+    )
+    text = kernel(
+        TID + "shr.u32 %r4, %r0, 5;\nsetp.eq.u32 %p1, %r0, 0;\n@%p1 st.shared.b32 [%r1], 1;\n"
+        f"bar.sync 0;\n{reads}@!%p1 bra E;\nmov.u32 %r5, 20000;\n"
+        "LATER: sub.u32 %r5, %r5, 1;\nsetp.ne.u32 %p3, %r5, 0;\n@%p3 bra LATER;\n"
+        "st.shared.b32 [%r1], 2;\nE:",
+        shared=64,
+    )
+    with pytest.raises(KernelFault) as error:
+        run(text, out(), threads=128, check=True)
+    found = error.value.report.findings
+    assert len(found) == 3
+    for n, finding in enumerate(sorted(found, key=lambda f: f.other), 1):
+        assert "st.shared.b32 [%r1], 2" in finding.where
+        assert f"warp {n}" in finding.other and f"ld.shared.b32 %r1{n}" in finding.other
+
+
 def test_reading_what_nothing_wrote():
     text = kernel(TID + "ld.shared.b32 %r4, [%r3];", shared=256)
     with pytest.raises(KernelFault, match="nothing has written"):
