@@ -200,11 +200,10 @@ def complete_tx(
     if checker is not None and checker.agent is not None:
         checker.signal(checker.agent, host)
     before = mb_phase(signed_word(host))
-    if mb_update(host, np.int64(arrivals), np.int64(-size)):
-        raise EmulatorError(
-            "an mbarrier may not receive more arrivals than its phase expects",
-            f"offset {offset:#x} of CTA {cta.coords}",
-        )
+    wrong = mb_update(host, np.int64(arrivals), np.int64(-size))
+    if wrong:
+        rule = L.FAULT_TEXT[L.F_MBAR_OVERFLOW if wrong == 1 else L.F_MBAR_COUNT]
+        raise EmulatorError(rule, f"offset {offset:#x} of CTA {cta.coords}")
     if checker is not None and mb_phase(signed_word(host)) != before:
         checker.flip(host)
     machine.sync_event()

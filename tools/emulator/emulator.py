@@ -303,9 +303,14 @@ class Emulator:
             self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
 
     def _failed(self, fault: KernelFault, machines: list[Machine]) -> KernelFault:
-        """Adds what the machines have found to the report, and the report to the fault."""
-        for machine in machines:
-            self.report.findings.extend(machine.findings())
+        """The fault with what the machines have found beside it, which may be its cause; it is added to
+        the report."""
+        found = [f for machine in machines for f in machine.findings()]
+        self.report.findings.extend(found)
+        if found:
+            beside = "\n  ".join(["found before it:", *map(str, found[:8])])
+            value = f"{fault.value}\n  {beside}"
+            fault = KernelFault(fault.rule, value, fault.remedy)
         self.report.faults.append(str(fault))
         fault.report = self.report
         return fault

@@ -233,7 +233,7 @@ def step_memory(X, W, c, R, m, pc, op):
 def step_sync(X, W, c, R, m, pc, op):
     """Operations of several threads that may wait or fault: results as of ``step_memory``."""
     if op == OP_MBAR_ARRIVE:
-        return 0 if mbar_op(X, W, c, R, m) else 2
+        return 0 if mbar_op(X, W, c, R, m, pc) else 2
     if op == OP_MBAR_WAIT:
         return mbar_wait(X, W, c, R, m, pc)
     if op == OP_BAR:

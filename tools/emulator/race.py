@@ -18,6 +18,8 @@ from mok.tools.emulator.intrinsics import ld32, ld64, st32, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     C_CLUSTER,
+    F_EARLY,
+    F_MISSED,
     F_PROXY,
     F_RACE,
     F_REPLY,
@@ -38,6 +40,10 @@ from mok.tools.emulator.layout import (
     W_CTA,
     W_FENCE_SCOPE,
     W_FOREIGN,
+    W_LOOSE,
+    W_MISS_HOST,
+    W_MISS_PARITY,
+    W_MISS_PHASE,
     WARP_WORDS,
     X_CHECK,
     X_GSHADOW,
@@ -59,6 +65,7 @@ RECORD = 64  # bytes of a shadow record: write epoch, write info, 3 read epochs,
 MAX_REPORTS = 256
 REPORT_WORDS = 8
 ROWS_PER_WARP = 6  # clock, proxy clock, and both again for release fences and pending acquires
+OWNER_WORDS = 3
 ROWS_PER_OBJECT = 4  # clock and proxy clock: gathered in this phase, and of completed phases
 
 # Access kinds.
@@ -143,9 +150,12 @@ def object_row(X, key, create):
 
 @njit
 def object_owners(X, row):
-    """Address of an object's owners: CTAs or clusters whose releases its rows hold."""
+    """Address of an object's owners, CTAs or clusters whose releases its rows hold, and the number of
+    phases that it has completed."""
     base = clock_row(X, ld64(X + 8 * X_NWARPS) * ROWS_PER_WARP)
-    return ld64(X + 8 * X_OWNERS) + 16 * ((row - base) // (ROWS_PER_OBJECT * stride(X)))
+    return ld64(X + 8 * X_OWNERS) + 8 * OWNER_WORDS * (
+        (row - base) // (ROWS_PER_OBJECT * stride(X))
+    )
 
 
 @njit
@@ -224,10 +234,11 @@ def cluster_of(owners):
 def reset_object(X, key):
     """A barrier is initialised: nothing was published through it yet."""
     if ld64(X + 8 * X_CHECK) != 0:
-        row = object_row(X, key, False)
+        row = object_row(X, key, True)
         if row != 0:
             for k in range(ROWS_PER_OBJECT):
                 clear(X, row + k * stride(X))
+            st64(object_owners(X, row) + 16, _I(0))
 
 
 @njit
@@ -286,6 +297,58 @@ def flip(X, key):
     for k in range(2):
         join(X, row + (2 + k) * step, row + k * step)
         clear(X, row + k * step)
+    phases = object_owners(X, row) + 16
+    st64(phases, ld64(phases) + 1)
+
+
+@njit
+def early(X, key, clock):
+    """An agent whose arrival in a completed phase did not happen before this clock: its epoch, or 0.
+
+    What was written does not count: an arrival may free a buffer without handing anything over.
+    """
+    row = object_row(X, key, False)
+    if row == 0:
+        return _I(0)
+    done = row + 2 * stride(X)
+    n = ld64(X + 8 * X_NWARPS)
+    for i in range(ld64(X + 8 * X_NAGENTS)):
+        if (i < 2 * n or i >= 3 * n) and ld32(done + 4 * i) > ld32(clock + 4 * i):
+            return _I(i) << 32 | ld32(done + 4 * i)
+    return _I(0)
+
+
+@njit
+def check_phase(X, W, key, pc, lane):
+    """A warp arrives at an mbarrier, or expects bytes: reports that it may do so a phase too early."""
+    if ld64(X + 8 * X_CHECK) == 0 or ld64(W + 8 * W_LOOSE) != 0:
+        return
+    clock = warp_row(X, W, 0)
+    other = early(X, key, clock)
+    if other != 0:
+        agent = ld64(W + 8 * W_AGENT)
+        epoch = agent << 32 | ld32(clock + 4 * agent)
+        report(X, F_EARLY, epoch, pc, lane, key, other, _I(-1))
+
+
+@njit
+def check_wait(X, W, key, parity, passed, pc, lane):
+    """A warp looks at an mbarrier: reports that it has missed the phase that it waits for."""
+    if ld64(X + 8 * X_CHECK) == 0:
+        return
+    row = object_row(X, key, False)
+    if row == 0:
+        return
+    phases = ld64(object_owners(X, row) + 16)
+    again = ld64(W + 8 * W_MISS_HOST) == key and ld64(W + 8 * W_MISS_PARITY) == parity
+    if again and phases >= ld64(W + 8 * W_MISS_PHASE) + 2:
+        agent = ld64(W + 8 * W_AGENT)
+        epoch = agent << 32 | ld32(warp_row(X, W, 0) + 4 * agent)
+        report(X, F_MISSED, epoch, pc, lane, key, _I(0), _I(0))
+    if passed or not again:
+        st64(W + 8 * W_MISS_HOST, _I(0) if passed else key)
+        st64(W + 8 * W_MISS_PARITY, parity)
+        st64(W + 8 * W_MISS_PHASE, phases)
 
 
 @njit
