@@ -179,7 +179,9 @@ CLUSTER_WORDS: Final = 64
     X_GPU,
     X_RANGE_GPUS,
     X_LATE,
-) = range(36)
+    X_RANGE_NUMBERS,
+    X_TRACE,
+) = range(38)
 MACHINE_WORDS: Final = 64
 
 # Stores to another GPU's memory that it does not see yet: their count, then per store its address,

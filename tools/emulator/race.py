@@ -18,8 +18,6 @@ from mok.tools.emulator.intrinsics import ld32, ld64, st32, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     C_CLUSTER,
-    F_EARLY,
-    F_MISSED,
     F_PROXY,
     F_RACE,
     F_REPLY,
@@ -40,20 +38,18 @@ from mok.tools.emulator.layout import (
     W_CTA,
     W_FENCE_SCOPE,
     W_FOREIGN,
-    W_LOOSE,
-    W_MISS_HOST,
-    W_MISS_PARITY,
-    W_MISS_PHASE,
     WARP_WORDS,
     X_CHECK,
     X_GSHADOW,
     X_LAST_RANGE,
     X_NAGENTS,
+    X_NRANGES,
     X_NREPORTS,
     X_NWARPS,
     X_OBJECT_MASK,
     X_OBJECTS,
     X_OWNERS,
+    X_RANGE_NUMBERS,
     X_RANGES,
     X_REPORTS,
     X_VC,
@@ -130,11 +126,24 @@ def tick(X, W):
 
 
 @njit
+def home(X, key):
+    """A number for an address that is the same on every host: of global memory that was just resolved
+    the offset in its tensor, of the emulator's own, which is aligned, the low bits."""
+    n = ld64(X + 8 * X_NRANGES)
+    last = ld64(X + 8 * X_LAST_RANGE)
+    if last < n:
+        table = ld64(X + 8 * X_RANGES) + 16 * last
+        if ld64(table) <= key < ld64(table + 8):
+            return key - ld64(table) + (ld64(ld64(X + 8 * X_RANGE_NUMBERS) + 8 * last) << 12)
+    return key & 0xFFFF
+
+
+@njit
 def object_row(X, key, create):
     """First clock row of a synchronisation object, found by address; 0 when absent."""
     mask = ld64(X + 8 * X_OBJECT_MASK)
     table = ld64(X + 8 * X_OBJECTS)
-    i = (key >> 2) * 0x9E3779B1 & mask
+    i = (home(X, key) >> 2) * 0x9E3779B1 & mask
     for _ in range(64):
         found = ld64(table + 8 * i)
         if found == key or (found == 0 and create):
@@ -302,56 +311,6 @@ def flip(X, key):
 
 
 @njit
-def early(X, key, clock):
-    """An agent whose arrival in a completed phase did not happen before this clock: its epoch, or 0.
-
-    What was written does not count: an arrival may free a buffer without handing anything over.
-    """
-    row = object_row(X, key, False)
-    if row == 0:
-        return _I(0)
-    done = row + 2 * stride(X)
-    n = ld64(X + 8 * X_NWARPS)
-    for i in range(ld64(X + 8 * X_NAGENTS)):
-        if (i < 2 * n or i >= 3 * n) and ld32(done + 4 * i) > ld32(clock + 4 * i):
-            return _I(i) << 32 | ld32(done + 4 * i)
-    return _I(0)
-
-
-@njit
-def check_phase(X, W, key, pc, lane):
-    """A warp arrives at an mbarrier, or expects bytes: reports that it may do so a phase too early."""
-    if ld64(X + 8 * X_CHECK) == 0 or ld64(W + 8 * W_LOOSE) != 0:
-        return
-    clock = warp_row(X, W, 0)
-    other = early(X, key, clock)
-    if other != 0:
-        agent = ld64(W + 8 * W_AGENT)
-        epoch = agent << 32 | ld32(clock + 4 * agent)
-        report(X, F_EARLY, epoch, pc, lane, key, other, _I(-1))
-
-
-@njit
-def check_wait(X, W, key, parity, passed, pc, lane):
-    """A warp looks at an mbarrier: reports that it has missed the phase that it waits for."""
-    if ld64(X + 8 * X_CHECK) == 0:
-        return
-    row = object_row(X, key, False)
-    if row == 0:
-        return
-    phases = ld64(object_owners(X, row) + 16)
-    again = ld64(W + 8 * W_MISS_HOST) == key and ld64(W + 8 * W_MISS_PARITY) == parity
-    if again and phases >= ld64(W + 8 * W_MISS_PHASE) + 2:
-        agent = ld64(W + 8 * W_AGENT)
-        epoch = agent << 32 | ld32(warp_row(X, W, 0) + 4 * agent)
-        report(X, F_MISSED, epoch, pc, lane, key, _I(0), _I(0))
-    if passed or not again:
-        st64(W + 8 * W_MISS_HOST, _I(0) if passed else key)
-        st64(W + 8 * W_MISS_PARITY, parity)
-        st64(W + 8 * W_MISS_PHASE, phases)
-
-
-@njit
 def acquire(X, W, key):
     """A waiter passes: it now happens after everything of the completed phases."""
     if ld64(X + 8 * X_CHECK) == 0:
@@ -511,7 +470,7 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
         return
     if uninit and (ld64(shadow + 56) >> 56 & mask & 255) != mask:
         report(X, F_UNINIT, epoch, pc, lane, addr, _I(0), _I(0))
-    slot = _I(2) + ((addr >> 2) + agent) % 3
+    slot = _I(2) + (pc + agent) % 3
     for k in range(2, 5):
         e = ld64(shadow + 8 * k)
         if e == 0 or e >> 32 == agent or covered(clock, e):

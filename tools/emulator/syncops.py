@@ -53,11 +53,10 @@ from mok.tools.emulator.layout import (
 )
 from mok.tools.emulator.mbarrier import mb_init, mb_phase, mb_update, mb_valid
 from mok.tools.emulator.memory import fault, resolve
+from mok.tools.emulator.phases import check_phase, check_wait
 from mok.tools.emulator.race import (
     acquire,
     check_access,
-    check_phase,
-    check_wait,
     cpa_publish,
     flip,
     publish,
