@@ -122,8 +122,8 @@ class AsyncEngine:
         except EmulatorError as exc:
             if isinstance(exc, KernelFault):
                 raise
-            place = self.machine.where(op.warp, op.pc)
-            raise KernelFault(exc.rule, f"{exc.value}; {place}", exc.remedy) from exc
+            at = self.machine.where(op.warp, op.pc)
+            raise KernelFault(exc.rule, f"{exc.value}; {at}", exc.remedy, at=at) from exc
         finally:
             use(checker, before)
             self.running = outer
@@ -139,7 +139,7 @@ class AsyncEngine:
                     int(w.state[L.W_INDEX]),
                     op.start,
                     int(m.x[L.X_STEPS]),
-                    m.place(op.pc),
+                    m.where(w, op.pc).instruction,
                 )
             )
         self.machine.sync_event()

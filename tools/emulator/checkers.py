@@ -7,6 +7,7 @@ import numpy as np
 
 from mok.tools.emulator import layout as L
 from mok.tools.emulator import phases, race
+from mok.tools.emulator.errors import Where
 from mok.tools.emulator.mapproxy import MapProxy
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ class Finding:
 
     rule: str
     where: str
-    other: str
+    other: str  # the other side, empty where there is none
     address: str
     lane: int
+    at: Where
 
     def __str__(self) -> str:
         text = f"{self.rule} at {self.address}: {self.where}"
@@ -334,24 +336,25 @@ class Checker:
                 rule = rule.replace("shared memory", "tensor memory")
             else:
                 place = locate(self.machine, address)
-            out.append(Finding(rule, self._who(epoch, pc), second, place, lane))
+            _, at = self._where(epoch, pc)
+            out.append(Finding(rule, self._who(epoch, pc), second, place, lane, at))
         return out
 
     def _who(self, epoch: int, pc: int) -> str:
-        agent, moment = epoch >> 32, epoch & 0xFFFFFFFF
+        """One side of a finding in words; without an instruction when ``pc`` is negative."""
+        kind, at = self._where(epoch, max(pc, 0))
+        return kind + (str(at) if pc >= 0 else f"CTA {at.cta} warp {at.warp}")
+
+    def _where(self, epoch: int, pc: int) -> tuple[str, Where]:
+        m, agent, moment = self.machine, epoch >> 32, epoch & 0xFFFFFFFF
         if agent >= self.first_slot:
             warp, coords = self.issuers[epoch]
-            return "operation of " + self._where(warp, coords, pc)
+            return "operation of ", m.where(m.warps[warp], pc, coords)
         warp = agent % self.num_warps
         copy = self.num_warps <= agent < 2 * self.num_warps
         lives = self.lives[warp]  # a copy's epoch counts copies: it names the CTA that is there now
         coords = next((c for start, c in reversed(lives) if copy or start <= moment), lives[-1][1])
-        return ("copy of " if copy else "") + self._where(warp, coords, pc)
-
-    def _where(self, warp: int, coords: tuple[int, int, int], pc: int) -> str:
-        number = int(self.machine.warps[warp].state[L.W_INDEX])
-        place = f", {self.machine.place(pc)}" if pc >= 0 else ""
-        return f"CTA {coords} warp {number}{place}"
+        return "copy of " if copy else "", m.where(m.warps[warp], pc, coords)
 
 
 def lane_groups(lanes: np.ndarray) -> list[int]:
