@@ -209,8 +209,10 @@ def complete_tx(
     if wrong:
         rule = L.FAULT_TEXT[L.F_MBAR_OVERFLOW if wrong == 1 else L.F_MBAR_COUNT]
         raise EmulatorError(rule, f"offset {offset:#x} of CTA {cta.coords}")
-    if checker is not None and mb_phase(signed_word(host)) != before:
-        checker.flip(host)
+    if mb_phase(signed_word(host)) != before:
+        cluster.state[L.L_PHASES] = 1
+        if checker is not None:
+            checker.flip(host)
     machine.sync_event()
 
 

@@ -1,5 +1,6 @@
 """The checkers' Python side: clocks and shadow memory of a machine, asynchronous agents."""
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,10 +72,11 @@ class Checker:
         self.reports = np.zeros((race.MAX_REPORTS, race.REPORT_WORDS), dtype=np.int64)
         self.slot_epoch = np.zeros(self.slots, dtype=np.int64)
         self.slot_op: list[Pending | None] = [None] * self.slots
-        # Of asynchronous operations, by their epochs, and of each warp, from an epoch on: the warp, and
-        # the CTA that it belongs to then.
-        self.issuers: dict[int, tuple[int, tuple[int, int, int]]] = {}
-        self.lives: list[list[tuple[int, tuple[int, int, int]]]] = [[] for _ in range(warps)]
+        # Lives of warps, one per CTA: the warp, the CTA, and the warp's first epoch.
+        self.lives: list[tuple[int, tuple[int, int, int], int]] = []
+        self.lives_of: list[list[int]] = [[] for _ in range(warps)]
+        # Of each slot, by the epochs of its operations: the life that has issued them.
+        self.issuers = [array("l") for _ in range(self.slots)]
         self.next_slot = 0
         self.agent: Agent | None = None  # the operation whose step runs now
         self.maps = MapProxy(self)
@@ -123,7 +125,8 @@ class Checker:
     def start_warp(self, w: "Warp") -> None:
         w.state[L.W_AGENT] = w.index
         race.start_warp(self.machine.x.ctypes.data, w.state.ctypes.data)
-        self.lives[w.index].append((int(self.row(w, 0)[w.index]), w.cta.coords))
+        self.lives_of[w.index].append(len(self.lives))
+        self.lives.append((w.index, w.cta.coords, int(self.row(w, 0)[w.index])))
 
     def row(self, w: "Warp", which: int) -> np.ndarray:
         """A warp's clock (0), or what of it the asynchronous proxy sees (1)."""
@@ -153,7 +156,7 @@ class Checker:
         clock, proxy = self.tick(w), self.row(w, 1).copy()
         place = self.first_slot + slot
         clock[place] = epoch
-        self.issuers[place << 32 | epoch] = w.index, w.cta.coords
+        self.issuers[slot].append(self.lives_of[w.index][-1])
         return Agent(place, epoch, clock, proxy, pc)
 
     def own(self, agent: Agent, op: "Pending") -> None:
@@ -163,9 +166,8 @@ class Checker:
         """The operation's second phase: its later accesses are not covered by its first."""
         i = agent.slot - self.first_slot
         self.slot_epoch[i] += 1
-        issuer = self.issuers[int(agent.tag)]
+        self.issuers[i].append(self.issuers[i][agent.epoch - 1])
         agent.epoch = int(self.slot_epoch[i])
-        self.issuers[int(agent.tag)] = issuer
         agent.clock[agent.slot] = agent.epoch
 
     def observe(self, w: "Warp", agent: Agent, epoch: int | None = None) -> None:
@@ -348,12 +350,13 @@ class Checker:
     def _where(self, epoch: int, pc: int) -> tuple[str, Where]:
         m, agent, moment = self.machine, epoch >> 32, epoch & 0xFFFFFFFF
         if agent >= self.first_slot:
-            warp, coords = self.issuers[epoch]
+            warp, coords, _ = self.lives[self.issuers[agent - self.first_slot][moment - 1]]
             return "operation of ", m.where(m.warps[warp], pc, coords)
         warp = agent % self.num_warps
         copy = self.num_warps <= agent < 2 * self.num_warps
-        lives = self.lives[warp]  # a copy's epoch counts copies: it names the CTA that is there now
-        coords = next((c for start, c in reversed(lives) if copy or start <= moment), lives[-1][1])
+        lives = [self.lives[i] for i in reversed(self.lives_of[warp])]
+        # A copy's epoch counts copies: it names the CTA that is there now.
+        coords = next((c for _, c, start in lives if copy or start <= moment), lives[0][1])
         return "copy of " if copy else "", m.where(m.warps[warp], pc, coords)
 
 

@@ -99,7 +99,7 @@ def test_a_map_made_in_the_kernel(name, seed):
     assert copied(KNOWN[name], seed=seed, arch=arch) == expected(KNOWN[name])
 
 
-@pytest.mark.parametrize("name", COPIES.keys() - KNOWN.keys())
+@pytest.mark.parametrize("name", [n for n in COPIES if n not in KNOWN])
 def test_a_map_whose_meaning_is_not_known_is_refused(name):
     with pytest.raises(KernelFault, match=r"must be tiled(.|\n)*cp\.async\.bulk\.tensor"):
         copied(COPIES[name])
