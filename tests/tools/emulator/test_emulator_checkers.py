@@ -388,3 +388,16 @@ def test_bytes_that_no_phase_expects(expected, issued, rule, seed):
     else:
         with pytest.raises(KernelFault, match=rule):
             run(copies(expected, issued), out(), **options)
+
+
+@pytest.mark.parametrize("flags,crowded", [(500, False), (40_000, True)])
+def test_more_flags_than_the_checkers_follow_give_a_warning(flags, crowded):
+    """One warp raises flag after flag; nobody races."""
+    text = kernel(
+        TID + "ld.param.u64 %d0, [p0];\nsetp.ne.u32 %p1, %r0, 0;\n@%p1 bra E;\nmov.u32 %r5, 0;\n"
+        "NEXT: st.release.gpu.global.b32 [%d0], 1;\nadd.s64 %d0, %d0, 4;\nadd.u32 %r5, %r5, 1;\n"
+        f"setp.lt.u32 %p2, %r5, {flags};\n@%p2 bra NEXT;\nE:",
+        shared=64,
+    )
+    report = run(text, np.zeros(flags, dtype=np.uint32), check=True)
+    assert any("more barriers and flags" in w for w in report.warnings) == crowded
