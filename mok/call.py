@@ -186,6 +186,7 @@ class Call:
     """The checked arguments of one call, and its launches."""
 
     program = trace.FORWARD  # as its trace names it
+    down_orientation = "normal"  # of quantised down weights: what the kernel multiplies with
 
     def __init__(
         self,
@@ -298,7 +299,8 @@ class Call:
                 from mok.mxfp8 import mxfp8_per_rank
 
                 down = name == "routed_down"
-                data, scales = mxfp8_per_rank(workspace, name, value, down)
+                orientation = self.down_orientation if down else "normal"
+                data, scales = mxfp8_per_rank(workspace, name, value, down, orientation)
                 self.scales.append(scales)
             else:
                 data = per_rank(workspace, name, value)
@@ -309,8 +311,13 @@ class Call:
             check_tensor(workspace, "x", self.x[i], (tokens, H), BF16)
             if not recompute:
                 check_tensor(workspace, "router_weights", self.weights[i], (tokens, K), FP32)
-            sizes = ((experts, I, H), (experts, I, H), (experts, H, I))
             kinds = E4M3 if self.scales and self.sizes.scaled else BF16
+            turned = kinds is E4M3 and self.down_orientation == "transposed"
+            sizes = (
+                (experts, I, H),
+                (experts, I, H),
+                (experts, I, H) if turned else (experts, H, I),
+            )
             for name, weight, size in zip(ROUTED, self.routed, sizes, strict=False):
                 check_tensor(workspace, name, weight[i], size, kinds)
         self.shared = self._check_shared(shared, names)

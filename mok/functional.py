@@ -80,6 +80,7 @@ _UPSTREAM = (
     "MoKConfig", "MoKForwardContext", "MoKSchedule", "MoKWorkspace", "validate_inputs",
     "validate_workspace_args",
 )  # fmt: skip
+_UPSTREAM_ROUTED = ("backward_routed", "forward_routed", "recompute_forward_context_routed")
 
 
 def __getattr__(name: str) -> Any:
@@ -88,6 +89,10 @@ def __getattr__(name: str) -> Any:
         from mok import upstream
 
         return getattr(upstream, name)
+    if name in _UPSTREAM_ROUTED:
+        from mok import upstream_routed
+
+        return getattr(upstream_routed, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

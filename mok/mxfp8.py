@@ -84,32 +84,41 @@ class Mxfp8Weight:
 
     @staticmethod
     def of(
-        data: Tensor, scales: Tensor, transposed: tuple[Tensor, Tensor] | None = None
+        data: Tensor | None,
+        scales: Tensor | None,
+        transposed: tuple[Tensor, Tensor] | None = None,
     ) -> Mxfp8Weight:
         """Weights that someone else has quantised.
 
         Args:
-            data: float8_e4m3fn (or its bytes as uint8) [E, M, N] or [M, N].
-            scales: float8_e8m0fnu (or uint8), [.., M, N/32] or in tiles [.., M/128, N/128, 32, 16].
+            data: float8_e4m3fn (or its bytes as uint8) [E, M, N] or [M, N]; None where only
+                ``transposed`` is there, which backward takes of down weights.
+            scales: float8_e8m0fnu (or uint8), [.., M, N/32] or in tiles [.., M/128, N/128, 32, 16];
+                experts may be folded into the first dimension of tiles.
             transposed: the same of the transposed weight, data [.., N, M]; backward needs it.
 
         Raises:
             DtypeError, ShapeError: what is wrong, and with which tensor.
         """
-        normal = _checked("data", data, scales)
-        other = None
-        assert normal.data is not None
-        experts, rows, columns = normal.data.shape
-        if transposed is not None:
-            other = _checked("transposed data", *transposed)
-            assert other.data is not None
-            if other.data.shape != (experts, columns, rows):
-                raise ShapeError(
-                    f"transposed data must be [{experts}, {columns}, {rows}]: the weight's transpose, "
-                    "quantised along its last dimension",
-                    list(other.data.shape),
-                    "Quantise weight.transpose(-1, -2).contiguous()",
-                )
+        normal = None if data is None or scales is None else _checked("data", data, scales)
+        other = None if transposed is None else _checked("transposed data", *transposed)
+        if normal is None and other is None:
+            raise ShapeError("a weight needs data and scales in one orientation", "neither")
+        if normal is not None:
+            assert normal.data is not None
+            experts, rows, columns = normal.data.shape
+            if other is not None:
+                assert other.data is not None
+                if other.data.shape != (experts, columns, rows):
+                    raise ShapeError(
+                        f"transposed data must be [{experts}, {columns}, {rows}]: the weight's "
+                        "transpose, quantised along its last dimension",
+                        list(other.data.shape),
+                        "Quantise weight.transpose(-1, -2).contiguous()",
+                    )
+        else:
+            assert other is not None and other.data is not None
+            experts, columns, rows = other.data.shape
         return Mxfp8Weight((experts, rows, columns), normal, other)
 
     def split(self, lengths: Sequence[int]) -> list[Mxfp8Weight]:
@@ -151,15 +160,18 @@ def _checked(name: str, data: Tensor, scales: Tensor) -> MxTensor:
     check_size(name, rows, columns)
     plain = (experts, rows, columns // 32)
     tiles = (experts, rows // TILE, columns // TILE, 32, 16)
-    for size in (plain, tiles):
-        if scales.numel() == data.numel() // 32 and scales.shape in (size, size[1:]):
+    folded = (experts * tiles[1], *tiles[2:])
+    for size, others in ((plain, (plain[1:],)), (tiles, (tiles[1:], folded))):
+        if scales.numel() == data.numel() // 32 and scales.shape in (size, *others):
             kind = torch.float8_e8m0fnu if size == plain else torch.uint8
             return MxTensor(
                 data.contiguous().view(torch.float8_e4m3fn),
                 scales.contiguous().view(size).view(kind),
             )
     hint = ""
-    if scales.shape[-2:] == (columns, rows // 32):
+    turned = (columns // TILE, rows // TILE, 32, 16)
+    others = ((experts, *turned), turned, (experts * turned[0], *turned[1:]))
+    if scales.shape[-2:] == (columns, rows // 32) or scales.shape in others:
         hint = "They are those of the transposed weight"
     raise ShapeError(
         f"the scales of {name} must be {list(plain)} or in tiles {list(tiles)}",
@@ -220,7 +232,7 @@ def mxfp8_quantize(
     weight = (weight if weight.dim() == 3 else weight.unsqueeze(0)).contiguous()
     experts, rows, columns = weight.shape
     check_size("the weight", rows, columns)
-    arch = _arch(weight)
+    arch = kernel_arch(weight)
     if expanded is None:
         expanded = arch == "sm_90a"
     if arch is None:
@@ -230,7 +242,7 @@ def mxfp8_quantize(
     return Mxfp8Weight((experts, rows, columns), along, across)
 
 
-def _arch(weight: Tensor) -> str | None:
+def kernel_arch(weight: Tensor) -> str | None:
     """What to compile for; None where no kernel runs."""
     from mok.runtime.launch import active_emulator
 
@@ -262,7 +274,7 @@ def _kernel(
     weight: Tensor, normal: bool, transposed: bool, layout: str, expanded: bool, arch: str
 ) -> tuple[MxTensor | None, MxTensor | None]:
     from mok import kernels
-    from mok.arguments import stream_handle
+    from mok.arguments import on, stream_handle
     from mok.runtime.compile import get_kernel
     from mok.runtime.launch import launch
 
@@ -284,15 +296,17 @@ def _kernel(
         empty(columns, rows) if transposed else None,
     )
     if experts and (normal or transposed):
-        launch(
-            get_kernel(kernels.quantise_spec(arch, normal, transposed, expanded, layout == "tile")),
-            weight.data_ptr(),
-            *(address for part in parts for address in addresses(part)),
-            rows,
-            columns,
-            experts,
-            stream_handle(weight.device),
-        )
+        spec = kernels.quantise_spec(arch, normal, transposed, expanded, layout == "tile")
+        with on(weight.device):
+            launch(
+                get_kernel(spec),
+                weight.data_ptr(),
+                *(address for part in parts for address in addresses(part)),
+                rows,
+                columns,
+                experts,
+                stream_handle(weight.device),
+            )
     return parts
 
 
@@ -325,9 +339,12 @@ def for_kernel(weight: Mxfp8Weight, orientation: str, scaled: bool) -> MxTensor:
 
 
 def mxfp8_per_rank(
-    workspace: Workspace, name: str, value: Any, is_down: bool
+    workspace: Workspace, name: str, value: Any, is_down: bool, orientation: str = "normal"
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """(what the kernel multiplies with, its scales or None) per local rank, of quantised weights."""
+    """(what the kernel multiplies with, its scales or None) per local rank, of quantised weights.
+
+    Transposed E4M3 is [E, N, M]; the values as BF16 stay in the layout of the weight.
+    """
     values = [value] if isinstance(value, Mxfp8Weight) else value
     count = len(workspace.group.local_ranks)
     if not isinstance(values, Sequence) or not all(isinstance(v, Mxfp8Weight) for v in values):
@@ -349,8 +366,9 @@ def mxfp8_per_rank(
                 f"{list(weight.shape)}: that is its transpose",
                 "Quantise the weight itself; mxfp8_quantize makes both orientations",
             )
-    parts = [for_kernel(v, "normal", workspace.sizes.scaled) for v in values]
-    data = [p.values if p.values is not None else p.data for p in parts]
+    scaled = workspace.sizes.scaled
+    parts = [for_kernel(v, orientation, scaled) for v in values]
+    data = [p.data if scaled else p.values for p in parts]
     return [d for d in data if d is not None], [p.scales for p in parts]
 
 
