@@ -170,8 +170,8 @@ def _checked(name: str, data: Tensor, scales: Tensor) -> MxTensor:
             )
     hint = ""
     turned = (columns // TILE, rows // TILE, 32, 16)
-    others = ((experts, *turned), turned, (experts * turned[0], *turned[1:]))
-    if scales.shape[-2:] == (columns, rows // 32) or scales.shape in others:
+    tiled = scales.shape in ((experts, *turned), turned, (experts * turned[0], *turned[1:]))
+    if tiled or scales.shape[-2:] == (columns, rows // 32):
         hint = "They are those of the transposed weight"
     raise ShapeError(
         f"the scales of {name} must be {list(plain)} or in tiles {list(tiles)}",
