@@ -161,7 +161,11 @@ def _checked(name: str, data: Tensor, scales: Tensor) -> MxTensor:
     plain = (experts, rows, columns // 32)
     tiles = (experts, rows // TILE, columns // TILE, 32, 16)
     folded = (experts * tiles[1], *tiles[2:])
-    for size, others in ((plain, (plain[1:],)), (tiles, (tiles[1:], folded))):
+    known: tuple[tuple[tuple[int, ...], ...], ...] = (
+        (plain, plain[1:]),
+        (tiles, tiles[1:], folded),
+    )
+    for size, *others in known:
         if scales.numel() == data.numel() // 32 and scales.shape in (size, *others):
             kind = torch.float8_e8m0fnu if size == plain else torch.uint8
             return MxTensor(
@@ -170,8 +174,8 @@ def _checked(name: str, data: Tensor, scales: Tensor) -> MxTensor:
             )
     hint = ""
     turned = (columns // TILE, rows // TILE, 32, 16)
-    tiled = scales.shape in ((experts, *turned), turned, (experts * turned[0], *turned[1:]))
-    if tiled or scales.shape[-2:] == (columns, rows // 32):
+    wrong = ((experts, *turned), turned, (experts * turned[0], *turned[1:]))
+    if scales.shape[-2:] == (columns, rows // 32) or scales.shape in wrong:
         hint = "They are those of the transposed weight"
     raise ShapeError(
         f"the scales of {name} must be {list(plain)} or in tiles {list(tiles)}",

@@ -7,6 +7,7 @@ import numpy as np
 
 from mok.tools.emulator import layout as L
 from mok.tools.emulator import race
+from mok.tools.emulator.mapproxy import MapProxy
 
 if TYPE_CHECKING:
     from mok.tools.emulator.asyncops import Pending
@@ -68,9 +69,13 @@ class Checker:
         self.reports = np.zeros((race.MAX_REPORTS, race.REPORT_WORDS), dtype=np.int64)
         self.slot_epoch = np.zeros(self.slots, dtype=np.int64)
         self.slot_op: list[Pending | None] = [None] * self.slots
-        self.slot_warp = np.zeros(self.slots, dtype=np.int64)
+        # Of asynchronous operations, by their epochs, and of each warp, from an epoch on: the warp, and
+        # the CTA that it belongs to then.
+        self.issuers: dict[int, tuple[int, tuple[int, int, int]]] = {}
+        self.lives: list[list[tuple[int, tuple[int, int, int]]]] = [[] for _ in range(warps)]
         self.next_slot = 0
         self.agent: Agent | None = None  # the operation whose step runs now
+        self.maps = MapProxy(self)
         words = machine.smem_size // 4
         self.shadow = np.zeros((ctas, words + 16, 8), dtype=np.int64)
         self.tmem_shadow: dict[int, np.ndarray] = {}
@@ -116,10 +121,20 @@ class Checker:
     def start_warp(self, w: "Warp") -> None:
         w.state[L.W_AGENT] = w.index
         race.start_warp(self.machine.x.ctypes.data, w.state.ctypes.data)
+        self.lives[w.index].append((int(self.row(w, 0)[w.index]), w.cta.coords))
 
-    def _row(self, w: "Warp", which: int) -> np.ndarray:
+    def row(self, w: "Warp", which: int) -> np.ndarray:
+        """A warp's clock (0), or what of it the asynchronous proxy sees (1)."""
         row: np.ndarray = self.clocks[w.index * race.ROWS_PER_WARP + which]
         return row
+
+    def tick(self, w: "Warp") -> np.ndarray:
+        """What has happened before this moment of a warp; what follows is a new epoch of it."""
+        own = self.row(w, 0)
+        before = own.copy()
+        own[w.index] += 1
+        own[2 * self.num_warps + w.index] = own[w.index]
+        return before
 
     # -- asynchronous agents ----------------------------------------------------------
 
@@ -132,14 +147,11 @@ class Checker:
             if op is None or op.finished:
                 break
         self.slot_epoch[slot] += 1
-        self.slot_warp[slot] = w.index
         epoch = int(self.slot_epoch[slot])
-        clock, proxy = self._row(w, 0).copy(), self._row(w, 1).copy()
+        clock, proxy = self.tick(w), self.row(w, 1).copy()
         place = self.first_slot + slot
         clock[place] = epoch
-        own = self._row(w, 0)
-        own[w.index] += 1
-        own[2 * self.num_warps + w.index] = own[w.index]
+        self.issuers[place << 32 | epoch] = w.index, w.cta.coords
         return Agent(place, epoch, clock, proxy, pc)
 
     def own(self, agent: Agent, op: "Pending") -> None:
@@ -149,12 +161,14 @@ class Checker:
         """The operation's second phase: its later accesses are not covered by its first."""
         i = agent.slot - self.first_slot
         self.slot_epoch[i] += 1
+        issuer = self.issuers[int(agent.tag)]
         agent.epoch = int(self.slot_epoch[i])
+        self.issuers[int(agent.tag)] = issuer
         agent.clock[agent.slot] = agent.epoch
 
     def observe(self, w: "Warp", agent: Agent, epoch: int | None = None) -> None:
         """A warp has waited for the operation, or for its phase that ended with ``epoch``."""
-        row = self._row(w, 0)
+        row = self.row(w, 0)
         if epoch is None:
             np.maximum(row, agent.clock, out=row)
         row[agent.slot] = max(int(row[agent.slot]), epoch or agent.epoch)
@@ -227,19 +241,28 @@ class Checker:
         self, address: int, size: int, write: bool, rows: int = 1, pitch: int = 0
     ) -> None:
         """``rows`` ranges of one tensor, ``pitch`` bytes (a multiple of 4) apart."""
+        count = ((address + size + 3) >> 2) - (address >> 2)
+        words = self.global_words(address, count)
+        if words is not None:
+            kind = (race.WRITE if write else race.READ) | race.ASYNC
+            self._check(words.ctypes.data, count, kind, address, False, rows, pitch)
+
+    def global_by_warp(self, w: "Warp", address: int, size: int, write: bool) -> None:
+        """A generic access to whole words that a warp makes through a Python handler."""
+        words = self.global_words(address, size >> 2)
+        if words is not None:
+            self._by_warp(w, words.ctypes.data, size >> 2, write, address, False)
+
+    def global_words(self, address: int, count: int) -> np.ndarray | None:
+        """Shadow records of ``count`` words of registered global memory; None where not tracked."""
         m = self.machine
         n = int(m.x[L.X_NRANGES])
-        if n == 0 or self.agent is None:
-            return
         i = int(np.searchsorted(m.ranges[:n, 0], address, side="right")) - 1
         array = self.global_shadow[i] if i >= 0 else None
         if array is None:
-            return
+            return None
         first = (address >> 2) - (int(m.ranges[i, 0]) >> 2)
-        count = ((address + size + 3) >> 2) - (address >> 2)
-        kind = (race.WRITE if write else race.READ) | race.ASYNC
-        base = array.ctypes.data + race.RECORD * first
-        self._check(base, count, kind, address, False, rows, pitch)
+        return array[first : first + count]
 
     def tmem(self, sm: int, lanes: np.ndarray, first: int, count: int, write: bool) -> None:
         """TMEM that the running operation touches, in units of 16 lanes and one column."""
@@ -251,10 +274,12 @@ class Checker:
     def smem_by_warp(self, w: "Warp", cta: "Cta", offset: int, size: int, write: bool) -> None:
         """A generic access that a warp makes through a Python handler."""
         base = self.shadow[cta.index].ctypes.data + race.RECORD * (offset >> 2)
-        self._by_warp(w, base, size >> 2, write, cta.smem.ctypes.data + offset)
+        self._by_warp(w, base, size >> 2, write, cta.smem.ctypes.data + offset, not write)
 
-    def _by_warp(self, w: "Warp", shadow: int, count: int, write: bool, address: int) -> None:
-        clock, proxy = self._row(w, 0), self._row(w, 1)
+    def _by_warp(
+        self, w: "Warp", shadow: int, count: int, write: bool, address: int, uninit: bool
+    ) -> None:
+        clock, proxy = self.row(w, 0), self.row(w, 1)
         # Tensor memory (address < 0) is handed over by arrivals of any scope, as other order is.
         agent = w.index + (2 * self.num_warps if write and address >= 0 else 0)
         tag = np.int64(agent << 32 | int(clock[agent]))
@@ -268,14 +293,15 @@ class Checker:
             proxy.ctypes.data,
             np.int64(int(w.state[L.W_PC])),
             np.int64(address),
-            not write,
+            uninit,
         )
 
     def tmem_by_warp(
         self, w: "Warp", sm: int, lanes: np.ndarray, first: int, count: int, write: bool
     ) -> None:
         for g in lane_groups(lanes):
-            self._by_warp(w, self._tmem_base(sm, g, first), count, write, TMEM_BASE + 4 * first)
+            base = self._tmem_base(sm, g, first)
+            self._by_warp(w, base, count, write, TMEM_BASE + 4 * first, not write)
 
     def _tmem_base(self, sm: int, group: int, first: int) -> int:
         array = self.tmem_shadow.setdefault(sm, np.zeros((8, 512, 8), dtype=np.int64))
@@ -293,7 +319,7 @@ class Checker:
 
         out = []
         for i in range(int(self.machine.x[L.X_NREPORTS])):
-            kind, agent, pc, lane, address, other, other_pc, _ = (int(v) for v in self.reports[i])
+            kind, epoch, pc, lane, address, other, other_pc, _ = (int(v) for v in self.reports[i])
             second = "" if kind == L.F_UNINIT else self._who(other, other_pc)
             rule, place = L.FAULT_TEXT[kind], ""
             if address < 0:
@@ -301,18 +327,23 @@ class Checker:
                 rule = rule.replace("shared memory", "tensor memory")
             else:
                 place = locate(self.machine, address)
-            out.append(Finding(rule, self._who(agent, pc), second, place, lane))
+            out.append(Finding(rule, self._who(epoch, pc), second, place, lane))
         return out
 
-    def _who(self, agent: int, pc: int) -> str:
-        m = self.machine
-        if agent < self.num_warps:
-            return m.where(m.warps[agent], pc)
-        if agent < self.first_slot:
-            copy = "copy of " if agent < 2 * self.num_warps else ""
-            return copy + m.where(m.warps[agent % self.num_warps], pc)
-        issuer = m.warps[int(self.slot_warp[agent - self.first_slot])]
-        return "operation of " + m.where(issuer, pc)
+    def _who(self, epoch: int, pc: int) -> str:
+        agent, moment = epoch >> 32, epoch & 0xFFFFFFFF
+        if agent >= self.first_slot:
+            warp, coords = self.issuers[epoch]
+            return "operation of " + self._where(warp, coords, pc)
+        warp = agent % self.num_warps
+        copy = self.num_warps <= agent < 2 * self.num_warps
+        lives = self.lives[warp]  # a copy's epoch counts copies: it names the CTA that is there now
+        coords = next((c for start, c in reversed(lives) if copy or start <= moment), lives[-1][1])
+        return ("copy of " if copy else "") + self._where(warp, coords, pc)
+
+    def _where(self, warp: int, coords: tuple[int, int, int], pc: int) -> str:
+        number = int(self.machine.warps[warp].state[L.W_INDEX])
+        return f"CTA {coords} warp {number}, {self.machine.place(pc)}"
 
 
 def lane_groups(lanes: np.ndarray) -> list[int]:

@@ -21,6 +21,7 @@ from mok.tools.emulator import (  # noqa: F401
     encode_ops,
     registers,
     tcgen05,
+    tensormaps,
     tma,
     wgmma,
 )
@@ -368,5 +369,5 @@ class Emulator:
 def handlers() -> Iterator[tuple[str, Any]]:
     """Python handlers of all asynchronous instructions."""
     yield from tma.HANDLERS.items()
-    for module in (wgmma, tcgen05, clc, registers):
+    for module in (tensormaps, wgmma, tcgen05, clc, registers):
         yield from module.HANDLERS.items()

@@ -340,8 +340,11 @@ def _isspacep(e: Encoder, ins: Instruction) -> None:
 
 @handles("fence", "membar")
 def _fence(e: Encoder, ins: Instruction) -> None:
+    if any("tensormap" in m for m in ins.mods):
+        python_op(e, ins)
+        return
     kind = 0
-    if "mbarrier_init" in ins.mods or any("tensormap" in m or "alias" in m for m in ins.mods):
+    if "mbarrier_init" in ins.mods or "alias" in ins.mods:
         kind = 2
     elif "proxy" in ins.mods:
         kind = 1

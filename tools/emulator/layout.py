@@ -209,6 +209,7 @@ F_EXITED: Final = 15
 F_SCOPE: Final = 16
 F_CLUSTER: Final = 17
 F_REPLY: Final = 18
+F_MAP: Final = 19
 
 FAULT_TEXT: Final = {
     F_OOB_SHARED: "shared memory access out of bounds",
@@ -228,6 +229,8 @@ FAULT_TEXT: Final = {
     F_SCOPE: "an ordered access to another GPU's memory needs scope sys",
     F_CLUSTER: "cluster barrier misuse: every wait follows one arrival of the thread",
     F_REPLY: "a launch query's reply over what a warp has read, without fence.proxy.async between",
+    F_MAP: "use of an edited tensor map without a release of the edit to the tensor map proxy and an "
+    "acquire by this CTA after it",
     F_PROXY: "asynchronous read of generic writes without fence.proxy.async between",
 }
 

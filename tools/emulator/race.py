@@ -351,8 +351,8 @@ def start_warp(X, W):
 
 
 @njit
-def report(X, kind, agent, pc, lane, addr, other_agent, other_pc):
-    """Adds a finding, once per pair of instructions."""
+def report(X, kind, epoch, pc, lane, addr, other, other_pc):
+    """Adds a finding, once per pair of instructions.  ``epoch`` and ``other`` are the two sides'."""
     n = ld64(X + 8 * X_NREPORTS)
     base = ld64(X + 8 * X_REPORTS)
     for i in range(n):
@@ -363,11 +363,11 @@ def report(X, kind, agent, pc, lane, addr, other_agent, other_pc):
         return
     r = base + 8 * REPORT_WORDS * n
     st64(r, _I(kind))
-    st64(r + 8, agent)
+    st64(r + 8, epoch)
     st64(r + 16, pc)
     st64(r + 24, _I(lane))
     st64(r + 32, addr)
-    st64(r + 40, other_agent)
+    st64(r + 40, other)
     st64(r + 48, other_pc)
     st64(X + 8 * X_NREPORTS, n + 1)
 
@@ -376,6 +376,12 @@ def report(X, kind, agent, pc, lane, addr, other_agent, other_pc):
 def covered(clock, epoch):
     """Whether an epoch happened before an agent's clock."""
     return ld32(clock + 4 * (epoch >> 32)) >= epoch & 0xFFFFFFFF
+
+
+@njit
+def pc_of(info):
+    """The instruction of a read: the top byte of the last read's word is the written bytes' mask."""
+    return info >> 16 & 0xFFFFFFFF
 
 
 @njit
@@ -414,7 +420,7 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
         and not both_strong(X, kind, agent, winfo >> 8 & 255, written >> 32)
     ):
         if not covered(clock, written):
-            report(X, F_RACE, agent, pc, lane, addr, written >> 32, winfo >> 16)
+            report(X, F_RACE, epoch, pc, lane, addr, written, winfo >> 16)
         elif (
             kind & ASYNC
             and not kind & WRITE
@@ -422,7 +428,7 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
             and not (kind & MMA and winfo >> 8 & COPY)  # accepted: see the idioms in the docs
             and not covered(proxy, written)
         ):
-            report(X, F_PROXY, agent, pc, lane, addr, written >> 32, winfo >> 16)
+            report(X, F_PROXY, epoch, pc, lane, addr, written, winfo >> 16)
     if kind & WRITE:
         for k in range(2, 5):
             e = ld64(shadow + 8 * k)
@@ -431,9 +437,9 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
                 if (rinfo & mask & 255) != 0:
                     if not covered(clock, e):
                         if not both_strong(X, kind, agent, rinfo >> 8 & 255, e >> 32):
-                            report(X, F_RACE, agent, pc, lane, addr, e >> 32, rinfo >> 16)
+                            report(X, F_RACE, epoch, pc, lane, addr, e, pc_of(rinfo))
                     elif kind & REPLY and not rinfo >> 8 & ASYNC and not covered(proxy, e):
-                        report(X, F_REPLY, agent, pc, lane, addr, e >> 32, rinfo >> 16)
+                        report(X, F_REPLY, epoch, pc, lane, addr, e, pc_of(rinfo))
                 st64(shadow + 8 * k, _I(0))
         old = winfo & 255 if written >> 32 == agent else _I(0)
         st64(shadow, epoch)
@@ -441,7 +447,7 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
         st64(shadow + 56, ld64(shadow + 56) | mask << 56)
         return
     if uninit and (ld64(shadow + 56) >> 56 & mask & 255) != mask:
-        report(X, F_UNINIT, agent, pc, lane, addr, _I(0), _I(0))
+        report(X, F_UNINIT, epoch, pc, lane, addr, _I(0), _I(0))
     slot = _I(2) + ((addr >> 2) + agent) % 3
     for k in range(2, 5):
         e = ld64(shadow + 8 * k)

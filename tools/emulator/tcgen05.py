@@ -25,15 +25,18 @@ class TensorMemory:
         self.words = np.full((LANES, COLUMNS), TMEM_POISON, dtype=np.uint32)
         self.owner: list[Cta | None] = [None] * COLUMNS
 
-    def allocate(self, cta: Cta, columns: int) -> int | None:
+    def find(self, columns: int) -> int | None:
         """First column of a free aligned run, or None."""
         for start in range(0, COLUMNS - columns + 1, columns):
             if all(self.owner[c] is None for c in range(start, start + columns)):
-                for c in range(start, start + columns):
-                    self.owner[c] = cta
-                self.words[:, start : start + columns] = TMEM_POISON
                 return start
         return None
+
+    def take(self, cta: Cta, start: int, columns: int) -> None:
+        """Gives columns to a CTA, with unknown contents."""
+        for c in range(start, start + columns):
+            self.owner[c] = cta
+        self.words[:, start : start + columns] = TMEM_POISON
 
     def check(self, cta: Cta, first: int, count: int) -> None:
         if first < 0 or first + count > COLUMNS:
@@ -83,20 +86,53 @@ def op_alloc(machine: Machine, w: Warp, op: Any) -> Any:
         raise EmulatorError("TMEM is allocated in powers of two from 32 to 512 columns", columns)
     if w.cta.extra.get("relinquished"):
         raise EmulatorError("no allocation may follow relinquish_alloc_permit", w.cta.coords)
-    start = tmem_of(machine, w.cta).allocate(w.cta, columns)
+    start = _allocate(machine, w, columns, "cta_group::2" in op.ins.mods)
     if start is None:
-        taken = sum(o is not None for o in tmem_of(machine, w.cta).owner)
-        w.wait = f"{columns} columns of tensor memory: {taken} of {COLUMNS} columns are taken"
         return WAIT
-    if machine.checker is not None:
-        machine.checker.tmem_clear(sm_of(machine, w.cta), start, columns)
-    w.cta.extra.setdefault("tmem", {})[start] = columns
     dst = generic_smem(w.value(op.operands[0][1][0], lane) + op.operands[0][2]) & _OFFSET
     if machine.checker is not None:
         machine.checker.smem_by_warp(w, w.cta, dst, 4, True)
     w.cta.smem[dst : dst + 4] = np.frombuffer(int(start).to_bytes(4, "little"), np.uint8)
     machine.x[L.X_EV_MEM] += 1
     return None
+
+
+def _allocate(machine: Machine, w: Warp, columns: int, pair: bool) -> int | None:
+    """First column of an allocation.  None: the warp must wait, for columns or for the peer CTA.
+
+    Of a pair of CTAs one warp each takes part, and both get their columns at the same moment.
+    """
+    granted: dict[int, int] = w.cta.extra.setdefault("tmem granted", {})
+    if w.index in granted:
+        return granted.pop(w.index)
+    takers = [w]
+    if pair:
+        asked: dict[int, tuple[Warp, int]] = w.cta.cluster.extra.setdefault("tmem asked", {})
+        asked[w.cta.rank] = w, columns
+        peer, number = asked.get(w.cta.rank ^ 1, (None, 0))
+        if peer is None:
+            w.wait = "the peer CTA to allocate tensor memory, too"
+            return None
+        if number != columns:
+            raise EmulatorError("a pair of CTAs allocates the same columns", (columns, number))
+        takers.append(peer)
+    starts = [tmem_of(machine, t.cta).find(columns) for t in takers]
+    if None in starts:
+        taken = sum(o is not None for o in tmem_of(machine, w.cta).owner)
+        w.wait = f"{columns} columns of tensor memory: {taken} of {COLUMNS} columns are taken"
+        return None
+    for taker, start in zip(takers, starts, strict=True):
+        assert start is not None
+        tmem_of(machine, taker.cta).take(taker.cta, start, columns)
+        if machine.checker is not None:
+            machine.checker.tmem_clear(sm_of(machine, taker.cta), start, columns)
+        taker.cta.extra.setdefault("tmem", {})[start] = columns
+        if taker is not w:
+            taker.cta.extra.setdefault("tmem granted", {})[taker.index] = start
+    if pair:
+        w.cta.cluster.extra["tmem asked"].clear()
+        machine.sync_event()
+    return starts[0]
 
 
 def op_dealloc(machine: Machine, w: Warp, op: Any) -> None:

@@ -1,8 +1,6 @@
-"""Bulk copies: tensor descriptors, the swizzles, 1-D and tensor loads, stores and reductions."""
+"""Bulk copies: the swizzles, 1-D and tensor loads, stores and reductions."""
 
 import ctypes
-import struct
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,82 +10,9 @@ from mok.tools.emulator.asyncops import complete_tx
 from mok.tools.emulator.errors import EmulatorError
 from mok.tools.emulator.machine import Cta, Machine, Warp
 from mok.tools.emulator.ptx_parser import type_size
+from mok.tools.emulator.tensormaps import TensorMap, read_map
 
 _OFFSET = (1 << L.RANK_SHIFT) - 1
-# Element types of a tensor map, by its 4-bit code.
-_TYPES = {
-    0: np.uint8,
-    1: np.uint16,
-    2: np.uint32,
-    3: np.int32,
-    4: np.uint64,
-    5: np.int64,
-    6: np.float16,
-    7: np.float32,
-    8: np.float32,
-    9: np.float64,
-    10: np.uint16,
-    11: np.float32,
-    12: np.float32,
-}
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A decoded 128-byte tensor map.  Dimensions are listed innermost first."""
-
-    address: int
-    code: int
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]  # bytes, of dimensions 1 and up
-    box: tuple[int, ...]
-    swizzle: int  # 0 none, 1 32 B, 2 64 B, 3 128 B
-
-    @property
-    def itemsize(self) -> int:
-        return int(np.dtype(_TYPES[self.code]).itemsize)
-
-
-def decode(raw: bytes) -> TensorMap:
-    """Decodes a tensor map as the DSL's host code and cuTensorMapEncodeTiled lay it out."""
-    w = struct.unpack("<16Q", raw)
-    flags = w[1] & 0xFFFFFFFF
-    rank = (flags >> 4 & 7) + 1
-    code = flags >> 7 & 15
-    if rank > 5 or code not in _TYPES or flags >> 11 & 3 or flags >> 13 & 7 > 3:
-        raise EmulatorError(
-            "a tensor map must be tiled, with a plain element type",
-            f"flags {flags:#x}",
-            "im2col, interleaved and sub-byte maps are not implemented",
-        )
-    low = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
-    high = w[3] >> 32
-    strides = tuple((low[i] | (high >> 4 * i & 15) << 32) * 16 for i in range(rank - 1))
-    sizes = [w[4] & 0xFFFFFFFF, w[4] >> 32, w[5] & 0xFFFFFFFF, w[5] >> 32, w[6] & 0xFFFFFFFF]
-    boxes = [w[6] >> 56, *(w[7] >> 8 * i & 255 for i in range(4))]
-    if w[6] >> 32 & 0xFFFFFF:
-        raise EmulatorError("a tensor map must have unit element strides", hex(w[6]))
-    return TensorMap(
-        w[0],
-        code,
-        tuple(s + 1 for s in sizes[:rank]),
-        strides,
-        tuple(b + 1 for b in boxes[:rank]),
-        flags >> 13 & 7,
-    )
-
-
-_CACHE: dict[bytes, TensorMap] = {}
-
-
-def tensor_map(address: int) -> TensorMap:
-    raw = ctypes.string_at(address, 64)
-    found = _CACHE.get(raw)
-    if found is None:
-        if len(_CACHE) > 4096:
-            _CACHE.clear()
-        found = _CACHE[raw] = decode(raw + bytes(64))
-    return found
 
 
 def swizzle_chunks(first: int, count: int, mode: int) -> np.ndarray:
@@ -112,14 +37,22 @@ class _Region:
 
     def __init__(self, tm: TensorMap, coords: list[int]) -> None:
         self.tm = tm
-        lo = [max(0, -c) for c in coords]
-        hi = [min(b, d - c) for b, c, d in zip(tm.box, coords, tm.dims, strict=True)]
+        if len(coords) != len(tm.dims):
+            raise EmulatorError(
+                "a copy has as many coordinates as its tensor map has dimensions",
+                f"{len(coords)} and {len(tm.dims)}",
+            )
+        lo = [-(min(0, c) // s) for c, s in zip(coords, tm.steps, strict=True)]
+        hi = [
+            min(n, -(-(d - c) // s))
+            for n, c, d, s in zip(tm.count, coords, tm.dims, tm.steps, strict=True)
+        ]
         self.empty = any(h <= low for low, h in zip(lo, hi, strict=True))
         strides = (tm.itemsize, *tm.strides)
-        start = [c + low for c, low in zip(coords, lo, strict=True)]
+        start = [c + low * s for c, low, s in zip(coords, lo, tm.steps, strict=True)]
         self.address = tm.address + sum(c * s for c, s in zip(start, strides, strict=True))
         self.shape = tuple(h - low for low, h in zip(lo, hi, strict=True))[::-1]
-        self.strides = strides[::-1]
+        self.strides = tuple(s * k for s, k in zip(strides, tm.steps, strict=True))[::-1]
         self.slices = tuple(slice(low, h) for low, h in zip(lo, hi, strict=True))[::-1]
 
     def track(self, machine: Machine, write: bool) -> None:
@@ -139,7 +72,7 @@ class _Region:
         )
         machine.check_global(self.address, extent)
         flat = host_bytes(self.address, extent)
-        typed = flat[: self.tm.itemsize].view(_TYPES[self.tm.code])
+        typed = flat[: self.tm.itemsize].view(self.tm.dtype)
         return np.lib.stride_tricks.as_strided(typed, self.shape, self.strides)
 
 
@@ -154,7 +87,7 @@ def _smem_chunks(cta: Cta, offset: int, size: int) -> np.ndarray:
 def read_box(machine: Machine, tm: TensorMap, coords: list[int]) -> np.ndarray:
     """The box at ``coords`` as bytes, with zeros outside the tensor."""
     region = _Region(tm, coords)
-    tile = np.zeros(tm.box[::-1], dtype=_TYPES[tm.code])
+    tile = np.zeros(tm.count[::-1], dtype=tm.dtype)
     if not region.empty:
         region.track(machine, False)
         tile[region.slices] = region.view(machine)
@@ -180,10 +113,12 @@ def write_box(
     machine: Machine, tm: TensorMap, coords: list[int], data: np.ndarray, op: str | None
 ) -> None:
     """Stores a tile, or combines it with what is there; elements outside are dropped."""
+    if any(s != 1 for s in tm.steps):
+        raise EmulatorError("stores with element strides are not implemented", tm.steps)
     region = _Region(tm, coords)
     if region.empty:
         return
-    tile = data.view(_TYPES[tm.code]).reshape(tm.box[::-1])[region.slices]
+    tile = data.view(tm.dtype).reshape(tm.box[::-1])[region.slices]
     target = region.view(machine)
     region.track(machine, True)
     if op is None and machine.late.takes(region.address):
@@ -264,7 +199,7 @@ def op_tensor_load(machine: Machine, w: Warp, op: Any) -> None:
     for lane in w.lanes():
         dst = generic_smem(_mem(w, op.operands[0], lane))
         tm_row, coord = op.operands[1][1][:2]
-        tm = tensor_map(w.value(tm_row, lane))
+        tm = read_map(machine, w, w.value(tm_row, lane) + op.operands[1][2])
         coords = _coords(w, coord, lane)
         barrier = generic_smem(_mem(w, op.operands[2], lane))
         rank = dst >> L.RANK_SHIFT
@@ -272,7 +207,7 @@ def op_tensor_load(machine: Machine, w: Warp, op: Any) -> None:
         if multicast:
             mask = w.value(op.operands[3], lane) & 0xFFFF
             targets = [i for i in range(16) if mask >> i & 1]
-        size = int(np.prod(tm.box)) * tm.itemsize * (4 if gather else 1)
+        size = int(np.prod(tm.count)) * tm.itemsize * (4 if gather else 1)
         for target in targets:
             if target >= len(w.cta.cluster.ctas):
                 raise EmulatorError("a multicast must stay in the cluster", f"CTA rank {target}")
@@ -311,14 +246,14 @@ def op_tensor_store(machine: Machine, w: Warp, op: Any) -> None:
     for lane in w.lanes():
         tm_row, coord = op.operands[0][1][:2]
         key = (
-            w.value(tm_row, lane),
+            w.value(tm_row, lane) + op.operands[0][2],
             tuple(_coords(w, coord, lane)),
             generic_smem(_mem(w, op.operands[1], lane)),
             lane if reduce else -1,
         )
         boxes.setdefault(key, []).append(lane)
     for (map_address, box, src, _), lanes in boxes.items():
-        tm = tensor_map(map_address)
+        tm = read_map(machine, w, map_address)
         coords = list(box)
         size = int(np.prod(tm.box)) * tm.itemsize * (4 if scatter else 1)
 
