@@ -390,7 +390,7 @@ class Call:
             "x": self.x,
             "router_weights": self.weights,
             "shared_scale": self.shared_scale,
-            **dict(zip(ROUTED, self.routed, strict=False)),
+            **dict(zip(ROUTED, self.routed_given if self.mxfp8 else self.routed, strict=False)),
             **dict(zip(SHARED, self.shared or (), strict=False)),
         }
 

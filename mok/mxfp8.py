@@ -135,6 +135,37 @@ class Mxfp8Weight:
             for count, *parts in zip(lengths, normal, transposed, strict=True)
         ]
 
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors by name ("normal.data", "transposed.scales", …), bytes as uint8; for files."""
+        found = {}
+        for orientation in ("normal", "transposed"):
+            part = getattr(self, orientation)
+            if part is None:
+                continue
+            tiles = part.with_layout("tile")
+            for name in ("data", "scales", "values"):
+                tensor = getattr(tiles, name)
+                if tensor is not None:
+                    plain = tensor if name == "values" else tensor.view(torch.uint8)
+                    found[f"{orientation}.{name}"] = plain
+        return found
+
+    @staticmethod
+    def of_parts(shape: tuple[int, int, int], parts: dict[str, Tensor]) -> Mxfp8Weight:
+        """The inverse of ``parts``."""
+
+        def part(orientation: str) -> MxTensor | None:
+            data, scales, values = (
+                parts.get(f"{orientation}.{name}") for name in ("data", "scales", "values")
+            )
+            if data is None and values is None:
+                return None
+            return MxTensor(
+                None if data is None else data.view(torch.float8_e4m3fn), scales, values
+            )
+
+        return Mxfp8Weight(shape, part("normal"), part("transposed"))
+
     def take(self, orientation: str) -> MxTensor:
         """An orientation, or an error that says what is missing."""
         found: MxTensor | None = getattr(self, orientation)
