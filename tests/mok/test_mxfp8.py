@@ -26,6 +26,7 @@ from mok.reference import (
     relative_l2,
     tile_scales,
 )
+from tests.helpers_layer import Layer
 
 SHAPE = Shape(96, 128, 256, 4, 2, shared_intermediate_size=64)
 CONFIG = Config(2, 2, minibatch_size=256, macrobatch_size=512)
@@ -200,6 +201,19 @@ def test_wire_and_recompute(emulated):
     if again.x_scales:
         used = rows // 128 * 128 * SHAPE.hidden_size // 32
         assert torch.equal(again.x_scales[0][:used], saved.x_scales[0][:used])
+
+
+@pytest.mark.emulator
+def test_values_that_are_not_numbers_stay_in_their_token(machine):
+    case = random_case(Shape(40, 128, 128, 3, 2, 1, 64), seed=4)
+    x, weights = case.x.clone(), case.router_weights.clone()
+    x[7, 3], x[20, 5], weights[31, 1] = torch.nan, -torch.inf, torch.nan
+    bad = dataclasses.replace(case, x=x, router_weights=weights)
+    with Layer(case, 2, CONFIG, precision="mxfp8") as layer:
+        clean, found = layer().output, layer(bad).output
+    others = [t for t in range(40) if t not in (7, 20, 31)]
+    assert torch.equal(found[others], clean[others])
+    assert found[[7, 20, 31]].isnan().all()
 
 
 @pytest.mark.emulator
