@@ -411,8 +411,9 @@ class QuantisedMasters:
     """MXFP8 copies of master weights, made again when a master has changed.
 
     A change is seen by torch's version counter (optimizers and ``copy_`` count), and by another address or
-    device. What it cannot see is a write behind torch's back: through ``weight.data``, or by a kernel. In
-    debug mode a checksum finds these, too.
+    device. What it cannot see is a write behind torch's back: through ``weight.data``, by a kernel, or by
+    the replay of a graph that holds the optimizer. In debug mode a checksum finds these, too. A graph that
+    captures a use has the quantiser in it: its replays take what the master holds then.
     """
 
     def __init__(self) -> None:
@@ -426,6 +427,9 @@ class QuantisedMasters:
         Raises:
             MokError: in debug mode, for a master that changed and whose version did not.
         """
+        if capturing(master.device):
+            # Replays do not come here, and what they wrote is in the graph's own memory: not for others.
+            return mxfp8_quantize(master.detach().bfloat16(), transposed=transposed)
         seen = (master._version, master.data_ptr(), master.device)
         found = self._made.get(name)
         enough = found is not None and (not transposed or found[2].transposed is not None)
@@ -448,6 +452,11 @@ class QuantisedMasters:
     def clear(self) -> None:
         """Forget all copies: the next use makes new ones."""
         self._made.clear()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether torch's current stream is recording a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def checksum(tensor: Tensor) -> int:
