@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mok.arguments import check_tensor
 from mok.call import Call, ForwardContext, LaunchFacts, launch_shape, num_sms
-from mok.errors import DtypeError, ShapeError
+from mok.errors import ContextError, DtypeError, ShapeError
 from mok.kernels_cute import trace
 
 GRAD_NAMES = (
@@ -118,6 +118,12 @@ class BackwardCall(Call):
         rule = "the context must come from forward with save_context, in this workspace"
         if not isinstance(context, ForwardContext):
             raise DtypeError(rule, type(context).__name__)
+        if not context.belongs_to(self.schedule):
+            raise ContextError(
+                "backward needs the schedule of the forward call that saved the context",
+                "one from another call, of other ids",
+                "Pass that one, or rebuild the context with recompute_forward_context",
+            )
         parts = [context.gate_routed, context.up_routed]
         if not self.direct:
             parts.append(context.x_routed)  # type: ignore[arg-type]

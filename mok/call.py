@@ -65,6 +65,15 @@ class Schedule:
         return self.ranks[0].tokens_per_expert
 
 
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often torch has seen each written; 0 in inference mode, which does not count."""
+    return tuple([0 if t.is_inference() else t._version for t in tensors])
+
+
 @dataclass
 class ForwardContext:
     """What backward needs of a forward call, per local rank (BF16; rows of macrobatch 0 only).
@@ -82,6 +91,26 @@ class ForwardContext:
     up_shared: list[Tensor | None] = field(default_factory=list)
     x_scales: list[Tensor] = field(default_factory=list)
     used: bool = False  # by a backward call that did not keep it
+    schedule: Schedule | None = None  # of the call that saved it, where known
+    versions: tuple[int, ...] = ()  # of that schedule's ids
+
+    @staticmethod
+    def of(schedule: Schedule) -> ForwardContext:
+        """An empty context for a call with this schedule."""
+        return ForwardContext(schedule=schedule, versions=_versions(schedule.top_experts))
+
+    def belongs_to(self, schedule: Schedule) -> bool:
+        """Whether its rows are where this schedule says: it is the one of the call that saved it, or was
+        built from the same ids again."""
+        before = self.schedule
+        if before is None or before is schedule:
+            return True
+        ids, others = schedule.top_experts, before.top_experts
+        return (
+            len(ids) == len(others)
+            and all(_same_memory(a, b) for a, b in zip(ids, others, strict=True))
+            and _versions(ids) == self.versions
+        )
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for autograd's saved-tensor hooks."""
@@ -361,7 +390,7 @@ class Call:
             "x": self.x,
             "router_weights": self.weights,
             "shared_scale": self.shared_scale,
-            **dict(zip(ROUTED, self.routed, strict=False)),
+            **dict(zip(ROUTED, self.routed_given if self.mxfp8 else self.routed, strict=False)),
             **dict(zip(SHARED, self.shared or (), strict=False)),
         }
 

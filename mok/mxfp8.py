@@ -135,6 +135,37 @@ class Mxfp8Weight:
             for count, *parts in zip(lengths, normal, transposed, strict=True)
         ]
 
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors by name ("normal.data", "transposed.scales", …), bytes as uint8; for files."""
+        found = {}
+        for orientation in ("normal", "transposed"):
+            part = getattr(self, orientation)
+            if part is None:
+                continue
+            tiles = part.with_layout("tile")
+            for name in ("data", "scales", "values"):
+                tensor = getattr(tiles, name)
+                if tensor is not None:
+                    plain = tensor if name == "values" else tensor.view(torch.uint8)
+                    found[f"{orientation}.{name}"] = plain
+        return found
+
+    @staticmethod
+    def of_parts(shape: tuple[int, int, int], parts: dict[str, Tensor]) -> Mxfp8Weight:
+        """The inverse of ``parts``."""
+
+        def part(orientation: str) -> MxTensor | None:
+            data, scales, values = (
+                parts.get(f"{orientation}.{name}") for name in ("data", "scales", "values")
+            )
+            if data is None and values is None:
+                return None
+            return MxTensor(
+                None if data is None else data.view(torch.float8_e4m3fn), scales, values
+            )
+
+        return Mxfp8Weight(shape, part("normal"), part("transposed"))
+
     def take(self, orientation: str) -> MxTensor:
         """An orientation, or an error that says what is missing."""
         found: MxTensor | None = getattr(self, orientation)
@@ -380,8 +411,9 @@ class QuantisedMasters:
     """MXFP8 copies of master weights, made again when a master has changed.
 
     A change is seen by torch's version counter (optimizers and ``copy_`` count), and by another address or
-    device. What it cannot see is a write behind torch's back: through ``weight.data``, or by a kernel. In
-    debug mode a checksum finds these, too.
+    device. What it cannot see is a write behind torch's back: through ``weight.data``, by a kernel, or by
+    the replay of a graph that holds the optimizer. In debug mode a checksum finds these, too. A graph that
+    captures a use has the quantiser in it: its replays take what the master holds then.
     """
 
     def __init__(self) -> None:
@@ -395,6 +427,9 @@ class QuantisedMasters:
         Raises:
             MokError: in debug mode, for a master that changed and whose version did not.
         """
+        if capturing(master.device):
+            # Replays do not come here, and what they wrote is in the graph's own memory: not for others.
+            return mxfp8_quantize(master.detach().bfloat16(), transposed=transposed)
         seen = (master._version, master.data_ptr(), master.device)
         found = self._made.get(name)
         enough = found is not None and (not transposed or found[2].transposed is not None)
@@ -417,6 +452,11 @@ class QuantisedMasters:
     def clear(self) -> None:
         """Forget all copies: the next use makes new ones."""
         self._made.clear()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether torch's current stream is recording a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def checksum(tensor: Tensor) -> int:

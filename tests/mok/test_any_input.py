@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from mok import functional
 from mok.config import Shape
-from mok.reference import forward_loop, integer_case
-from tests.helpers_layer import SMALL, run_layer, with_routes
+from mok.reference import backward_loop, forward_loop, integer_case, integer_gradient
+from tests.helpers_layer import SMALL, Layer, run_layer, with_routes
 
 TINY = dataclasses.replace(SMALL, schedule_capacity_multiplier=0.01)
 
@@ -25,3 +26,27 @@ def test_everything_to_one_rank_of_64(device, kind):
     case = with_routes(case, target)
     found = run_layer(case, 64, TINY, device)
     assert torch.equal(found.output, forward_loop(case).bfloat16())
+
+
+def test_gradients_when_everything_goes_to_one_rank_of_64(device):
+    """Exact; ranks without rows write zeros."""
+    tokens = 64 * (2 if device == "cpu" else 128)
+    case = integer_case(Shape(tokens, 64, 64, 64, 2), seed=6, device=device)
+    case = with_routes(case, torch.full_like(case.top_experts, 37))
+    dy = integer_gradient(case)
+    with Layer(case, 64, TINY, device) as layer:
+        given = layer.arguments(case)
+        schedule = layer.build_schedule()
+        _, context = functional.forward(TINY, layer.workspace, schedule, *given)
+        grads = functional.backward(
+            TINY, layer.workspace, schedule, context, layer.each(layer.split(dy)), *given
+        )
+        layer.finish()
+    want = backward_loop(case, dy)
+    d_x, d_weights, *routed = (torch.cat(part) for part in grads[:5])
+    assert torch.equal(d_x, want.x.to(d_x.dtype))
+    assert torch.equal(d_weights, want.router_weights.to(d_weights.dtype))
+    for name, found in zip(("gate", "up", "down"), routed, strict=True):
+        expected = getattr(want.routed, name)
+        assert torch.equal(found, expected.to(found.dtype)), name
+        assert found[37].any() and not found[:37].any() and not found[38:].any()
