@@ -314,7 +314,7 @@ class Emulator:
         if found:
             beside = "\n  ".join(["found before it:", *map(str, found[:8])])
             value = f"{fault.value}\n  {beside}"
-            fault = KernelFault(fault.rule, value, fault.remedy)
+            fault = KernelFault(fault.rule, value, fault.remedy, at=fault.at)
         self.report.faults.append(str(fault))
         fault.report = self.report
         return fault

@@ -287,6 +287,34 @@ def test_an_arrival_follows_the_end_of_the_phase_before(use, seed):
             run(text, out(), threads=64, seed=seed, check=True, max_steps=100_000)
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("between,right", [("wait", True), ("relaxed", True), ("", False)])
+def test_execution_order_without_memory_order_suffices_for_an_arrival(between, right, seed):
+    """CTA 1 arrives at CTA 0's mbarrier of count 1, then CTA 0 does."""
+    both = (
+        f"barrier.cluster.arrive{'.relaxed' if between == 'relaxed' else ''};\n" if between else ""
+    )
+    both += "barrier.cluster.wait;\n" if between else ""
+    text = kernel(
+        TID + "mov.u32 %r4, %cluster_ctarank;\nsetp.ne.u32 %p1, %r0, 0;\nsetp.ne.u32 %p2, %r4, 0;\n"
+        "@!%p1 mbarrier.init.shared.b64 [%r1], 1;\nfence.mbarrier_init.release.cluster;\n"
+        "barrier.cluster.arrive;\nbarrier.cluster.wait;\nmov.u32 %r5, 0;\n"
+        "mapa.shared::cluster.u32 %r6, %r1, %r5;\nor.pred %p3, %p1, %p2;\nnot.pred %p4, %p2;\n"
+        "or.pred %p4, %p1, %p4;\n"
+        "@!%p4 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r6];\n"
+        + both
+        + "@!%p3 mbarrier.arrive.shared.b64 _, [%r1];\n"
+        "barrier.cluster.arrive;\nbarrier.cluster.wait;",
+        shared=64,
+    )
+    options = {"grid": 2, "cluster": 2, "check": True, "seed": seed}
+    if right:
+        run(text, out(), **options)
+    else:
+        with pytest.raises(KernelFault, match="may count for that one"):
+            run(text, out(), **options)
+
+
 def test_an_early_arrival_names_the_one_that_it_may_precede():
     first, second, _ = MBARRIER_USES["one does not wait"]
     with pytest.raises(KernelFault) as error:
