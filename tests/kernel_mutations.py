@@ -6,8 +6,9 @@
 
 ``run`` tries a build of ``tests.mutation_builds.BUILDS``: the undamaged kernel with every seed, then each
 mutation with one seed after the other until someone notices, on ``--jobs`` processes. Each line of the file
-is one try, written when it has ended; a run goes on from what its own file and the ``--known`` ones say of
-the same PTX. ``merge`` keeps the last word on each mutation.
+is an undamaged run or what became of a mutation after a few seeds, written when they have ended; a run goes
+on from what its own file and the ``--known`` ones say of the same PTX. ``merge`` keeps the last word on each
+mutation.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
 from mok.tools.emulator import EmulatorError, emulator
 from mok.tools.emulator.mutations import INVISIBLE, Mutation, mutations
 from tests.mutation_builds import BUILDS, Build, Outcome
 
 SEEDS = (None, *range(19))  # the plain machine first: it takes a third of the time
+# Seeds that a process tries on a mutation in a row: it takes a second to read a kernel's text.
+BATCH = 4
 Entry = dict  # one line of a file
 
 
@@ -80,8 +85,7 @@ def undamaged(build: Build, seed: int | None) -> Entry:
 def judge(build: Build, rewrite: Callable[[str], str], seed: int | None, expected: str) -> Entry:
     """A try: reported by a checker, a wrong result, or survived."""
     try:
-        with forgotten():
-            found, _ = build.run(build.cases[case_of(build, seed)], rewrite, seed)
+        found, _ = build.run(build.cases[case_of(build, seed)], rewrite, seed)
     except EmulatorError as error:
         return {"result": "reported", "seed": seed, "detail": first_line(error)}
     return {
@@ -105,7 +109,9 @@ def forgotten() -> Iterator[None]:
 
 
 def cases_digest(build: Build) -> str:
-    return hashlib.sha256(repr(build.cases).encode()).hexdigest()[:8]
+    """Of the cases and of what draws their inputs: torch's numbers are not the same in every version."""
+    release = torch.__version__.split("+")[0]
+    return hashlib.sha256(f"{build.cases} {release}".encode()).hexdigest()[:8]
 
 
 def first_line(error: EmulatorError) -> str:
@@ -145,15 +151,20 @@ class Records:
             assert kept["bits"] == entry["bits"], f"seed {seed}: other bits"
             self.lines[seed] = unpacked(entry["lines"])
 
-    def next_seed(self, name: str, line: int) -> int | None:
-        """Index in ``SEEDS`` of the next one to try on a mutation; None if no other can notice."""
+    def next_seeds(self, name: str, line: int) -> list[int]:
+        """Indices in ``SEEDS`` of those left to try on a mutation, none if no other can notice."""
         last = self.last.get(name)
         if last and last["result"] != "survived":
-            return None
+            return []
         start = SEEDS.index(last["seed"]) + 1 if last else 0
         # A run that does not come to the damaged line is as it was.
-        left = (i for i in range(start, len(SEEDS)) if line in self.lines[SEEDS[i]])
-        return next(left, None)
+        return [i for i in range(start, len(SEEDS)) if line in self.lines[SEEDS[i]]]
+
+
+def holds(entry: Entry, cases: str | None) -> bool:
+    """Whether an entry says something about a build with these cases."""
+    noticed = entry["result"] in ("reported", "wrong", "invisible")
+    return noticed or entry.get("cases") == cases
 
 
 def rank(entry: Entry) -> int:
@@ -169,17 +180,23 @@ def read(*files: Path) -> Iterator[Entry]:
                 yield json.loads(line)
 
 
-def work(name: str, mutation: str | None, seed: int | None, expected: str) -> Entry:
-    """One try. ``STATE`` is filled before the processes fork."""
+def work(name: str, mutation: str | None, tries: list[tuple[int | None, str]], end: float) -> Entry:
+    """An undamaged run, or what becomes of a mutation with each seed and its bits in turn, until ``end``.
+
+    ``STATE`` is filled before the processes fork.
+    """
     build, ptx, named = STATE[name]
     begin = time.perf_counter()
-    entry: Entry
     if mutation is None:
-        entry = undamaged(build, seed)
+        entry = undamaged(build, tries[0][0])
     else:
         damage = build.damage(ptx, named[mutation])
-        entry = {"name": mutation, "line": named[mutation].line}
-        entry |= judge(build, damage, seed, expected)
+        with forgotten():
+            for seed, expected in tries:
+                entry = {"name": mutation, "line": named[mutation].line}
+                entry |= judge(build, damage, seed, expected)
+                if entry["result"] != "survived" or time.monotonic() > end:
+                    break
     return entry | {"seconds": round(time.perf_counter() - begin, 1)}
 
 
@@ -192,19 +209,19 @@ class Run:
     def __init__(self, name: str, target: Path, jobs: int, seconds: float, known: Sequence[Path]):
         self.name, self.target, self.jobs = name, target, jobs
         self.end = time.monotonic() + seconds
+        # A process that has used several threads must not fork: its children wait for them for ever.
+        torch.set_num_threads(1)
         build = BUILDS[name]
         ptx = build.ptx()
+        build.prepare_all()
         STATE[name] = build, ptx, named_mutations(ptx)
         self.ptx = hashlib.sha256(ptx.encode()).hexdigest()[:16]
         self.cases = cases_digest(build)
-        self.records = Records(e for e in read(*known, target) if self.holds(e))
+        self.records = Records(
+            e for e in read(*known, target) if e["ptx"] == self.ptx and holds(e, self.cases)
+        )
         # Loads and compiles what all processes need; and this machine has the bits of the others.
-        self.add(work(name, None, None, ""))
-
-    def holds(self, entry: Entry) -> bool:
-        """Whether an entry is of this PTX and, unless somebody noticed, of these cases."""
-        noticed = entry["result"] in ("reported", "wrong", "invisible")
-        return entry["ptx"] == self.ptx and (noticed or entry["cases"] == self.cases)
+        self.add(work(name, None, [(None, "")], self.end))
 
     def add(self, entry: Entry) -> None:
         entry |= {"ptx": self.ptx, "cases": self.cases}
@@ -213,17 +230,19 @@ class Run:
         assert entry["name"].split()[0] != "undamaged" or entry["result"] == "clean", entry
         self.records.add(entry)
 
-    def tries(self, pool: ProcessPoolExecutor, todo: list[tuple[str | None, int]]) -> None:
-        """Each (mutation, index of a seed), and what follows from it, the lowest seeds first."""
+    def tries(self, pool: ProcessPoolExecutor, todo: list[tuple[str | None, list[int]]]) -> None:
+        """Each mutation with indices of seeds, and what follows from it, the lowest seeds first."""
         named = STATE[self.name][2]
         running: set[Future] = set()
         while todo or running:
-            todo.sort(key=lambda t: t[1])
+            todo.sort(key=lambda t: t[1][0])
             while todo and len(running) < self.jobs and time.monotonic() < self.end:
-                mutation, index = todo.pop(0)
-                seed = SEEDS[index]
-                expected = self.records.clean[seed]["bits"] if mutation else ""
-                running.add(pool.submit(work, self.name, mutation, seed, expected))
+                mutation, left = todo.pop(0)
+                batch = left[:1] if left[0] == 0 else left[:BATCH]  # most are noticed at once
+                seeds = [SEEDS[i] for i in batch]
+                clean = self.records.clean
+                tries = [(seed, clean[seed]["bits"] if mutation else "") for seed in seeds]
+                running.add(pool.submit(work, self.name, mutation, tries, self.end))
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -232,8 +251,8 @@ class Run:
                 self.add(entry)
                 name = entry["name"]
                 if name in named:
-                    following = self.records.next_seed(name, entry["line"])
-                    if following is not None:
+                    following = self.records.next_seeds(name, entry["line"])
+                    if following:
                         todo.append((name, following))
 
     def all(self, sample: int | None) -> None:
@@ -242,28 +261,31 @@ class Run:
         order = random.Random(0).sample(list(named.items()), len(named))[:sample]
         with ProcessPoolExecutor(self.jobs, get_context("fork")) as pool:
             missing = [i for i, seed in enumerate(SEEDS) if seed not in self.records.clean]
-            self.tries(pool, [(None, i) for i in missing])
+            self.tries(pool, [(None, [i]) for i in missing])
             if len(self.records.clean) < len(SEEDS):
                 return
-            todo: list[tuple[str | None, int]] = []
+            todo: list[tuple[str | None, list[int]]] = []
             for name, mutation in order:
-                index = self.records.next_seed(name, mutation.line)
-                if name not in self.records.last and (mutation.kind in INVISIBLE or index is None):
+                left = self.records.next_seeds(name, mutation.line)
+                if name not in self.records.last and (mutation.kind in INVISIBLE or not left):
                     why = INVISIBLE.get(mutation.kind, "")
                     result = "invisible" if why else "not run"
                     entry = {"name": name, "line": mutation.line, "result": result}
                     self.add(entry | {"seed": None, "detail": why, "seconds": 0.0})
-                elif index is not None:
-                    todo.append((name, index))
+                elif left:
+                    todo.append((name, left))
             self.tries(pool, todo)
 
 
 def merged(files: Sequence[Path]) -> dict[str, Records]:
-    """The records of each PTX."""
+    """The records of each PTX: what was noticed, and the rest of the cases that came last."""
     found: dict[str, list[Entry]] = {}
     for entry in read(*files):
         found.setdefault(entry["ptx"], []).append(entry)
-    return {ptx: Records(entries) for ptx, entries in found.items()}
+    return {
+        ptx: Records(e for e in entries if holds(e, entries[-1].get("cases")))
+        for ptx, entries in found.items()
+    }
 
 
 def merge(target: Path, files: Sequence[Path]) -> None:
@@ -280,11 +302,7 @@ def table(files: Sequence[Path]) -> None:
         counts = Counter(entry["result"] for entry in last)
         survived = [entry for entry in last if entry["result"] == "survived"]
         all_seeds = records.clean.keys() == set(SEEDS)
-        open_ = [
-            e
-            for e in survived
-            if not all_seeds or records.next_seed(e["name"], e["line"]) is not None
-        ]
+        open_ = [e for e in survived if not all_seeds or records.next_seeds(e["name"], e["line"])]
         noticed = counts["reported"] + counts["wrong"]
         visible = noticed + len(survived)
         print(f"{ptx}: {len(records.clean)} undamaged runs clean, {len(last)} mutations {counts}")

@@ -33,7 +33,12 @@ Outcome = list[torch.Tensor]
 Rewrite = Callable[[str], str] | None
 # Normal runs take less than a million warp instructions.
 MAX_STEPS = 2_000_000
-STAGES = 2
+STAGES = {"sm_90a": 3, "sm_100a": 2}  # Hopper's main loops need three
+
+
+def config_of(arch: str, pair: bool) -> dict[str, Any]:
+    """Arguments of a build's kernel; ``pair``: the build for pairs of Hopper's CTAs."""
+    return {"stages": STAGES[arch]} | ({"pair": True} if pair else {})
 
 
 class Forward(NamedTuple):
@@ -57,6 +62,9 @@ class Build:
         """The kernel's text."""
         raise NotImplementedError
 
+    def prepare_all(self) -> None:
+        """What the processes of a run have in common, before they fork."""
+
     def run(self, case: Any, rewrite: Rewrite, seed: int | None) -> tuple[Outcome, set[int]]:
         """What the kernel leaves behind, and the PTX lines it ran.
 
@@ -72,11 +80,11 @@ class Build:
 
 
 class ForwardBuild(Build):
-    """The forward kernel in one rank's launch; ``pair``: the build for pairs of Hopper's CTAs."""
+    """The forward kernel in one rank's launch."""
 
     def __init__(self, arch: str, direct: bool, *cases: Forward, pair: bool = False):
         self.arch, self.direct, self.cases = arch, direct, cases
-        self.config: dict[str, Any] = {"stages": STAGES} | ({"pair": True} if pair else {})
+        self.config = config_of(arch, pair)
 
     def ptx(self) -> str:
         return forward_kernel(self.arch, direct=self.direct, mxfp8=False, **self.config).ptx
@@ -119,7 +127,7 @@ class BackwardBuild(Build):
 
     def __init__(self, arch: str, *cases: Backward, pair: bool = False):
         self.arch, self.cases = arch, cases
-        self.config: dict[str, Any] = {"stages": STAGES} | ({"pair": True} if pair else {})
+        self.config = config_of(arch, pair)
         self.ready: dict[Backward, tuple[BackwardRun, _Rank, torch.Tensor]] = {}
 
     def prepare(self, case: Backward) -> tuple[BackwardRun, _Rank, torch.Tensor]:
@@ -140,6 +148,10 @@ class BackwardBuild(Build):
             rank.plan = lambda: {name: t.clone() for name, t in plan.items()}  # type: ignore
             self.ready[case] = run, rank, run.heap.clone()
         return self.ready[case]
+
+    def prepare_all(self) -> None:
+        for case in self.cases:
+            self.prepare(case)
 
     def ptx(self) -> str:
         return get_kernel(self.prepare(self.cases[0])[0].spec).ptx

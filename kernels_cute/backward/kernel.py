@@ -99,7 +99,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         # Blackwell: the results of dgrad down leave through three staging buffers at once.
         if stages is None and not hopper:
             stages = BLACKWELL_STAGES
-        # With block scales a stage is larger; there the three are freed together.
+        # With block scales a stage is larger; there all three must have been read.
         store_stages = 2 if hopper else 3 if mxfp8 else 4
         super().__init__(
             arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, lead, pair, hints, lean

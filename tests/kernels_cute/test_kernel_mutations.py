@@ -59,12 +59,12 @@ def test_a_run_goes_on_where_files_end():
         entry("undamaged", "clean", seed, bits="1", lines=packed({6, 7} if seed == 3 else {6}))
         for seed in SEEDS
     ]
-    assert SEEDS[Records(runs).next_seed("a", 7)] == 3
+    assert SEEDS[Records(runs).next_seeds("a", 7)[0]] == 3
     tried = [entry("a", "survived", seed) for seed in (3, None)]
     for order in (tried, tried[::-1]):
-        assert Records(runs + order).next_seed("a", 6) == SEEDS.index(4)
-        assert Records(runs + order).next_seed("a", 7) is None
+        assert Records(runs + order).next_seeds("a", 6)[0] == SEEDS.index(4)
+        assert Records(runs + order).next_seeds("a", 7) == []
     noticed = Records([*runs, entry("a", "wrong", None), *tried])
-    assert noticed.last["a"]["result"] == "wrong" and noticed.next_seed("a", 6) is None
+    assert noticed.last["a"]["result"] == "wrong" and noticed.next_seeds("a", 6) == []
     with pytest.raises(AssertionError, match="other bits"):
         noticed.add(entry("undamaged", "clean", 3, bits="2", lines=""))

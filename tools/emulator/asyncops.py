@@ -17,6 +17,8 @@ import numpy as np
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.checkers import use
 from mok.tools.emulator.errors import EmulatorError, KernelFault
+from mok.tools.emulator.interp import trace
+from mok.tools.emulator.places import locate
 
 if TYPE_CHECKING:
     from mok.tools.emulator.machine import Cluster, Cta, Machine, Warp
@@ -110,6 +112,9 @@ class AsyncEngine:
         checker = self.machine.checker
         if op.agent is not None and op.done:
             checker.advance(op.agent)
+        trace(
+            self.machine.x.ctypes.data, np.int64(op.warp.index), np.int64(op.pc), np.int64(op.done)
+        )
         before, outer = use(checker, op.agent), self.running
         self.running = op
         try:
@@ -200,11 +205,10 @@ def complete_tx(
     if checker is not None and checker.agent is not None:
         checker.signal(checker.agent, host)
     before = mb_phase(signed_word(host))
-    if mb_update(host, np.int64(arrivals), np.int64(-size)):
-        raise EmulatorError(
-            "an mbarrier may not receive more arrivals than its phase expects",
-            f"offset {offset:#x} of CTA {cta.coords}",
-        )
+    wrong = mb_update(host, np.int64(arrivals), np.int64(-size))
+    if wrong:
+        rule = L.FAULT_TEXT[L.F_MBAR_OVERFLOW if wrong == 1 else L.F_MBAR_COUNT]
+        raise EmulatorError(rule, f"offset {offset:#x} of CTA {cta.coords}")
     if checker is not None and mb_phase(signed_word(host)) != before:
         checker.flip(host)
     machine.sync_event()
@@ -324,5 +328,6 @@ class BulkOps:
         i = int(np.searchsorted(self.ranges[:n, 0], address, side="right")) - 1
         if i < 0 or address + size > self.ranges[i, 1]:
             raise EmulatorError(
-                "a bulk copy must stay inside registered memory", f"{address:#x}, {size} bytes"
+                "a bulk copy must stay inside registered memory",
+                f"{locate(self, address)}, {size} bytes",
             )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mok.tools.emulator import layout as L
-from mok.tools.emulator import race
+from mok.tools.emulator import phases, race
 from mok.tools.emulator.mapproxy import MapProxy
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Checker:
         rows = warps * race.ROWS_PER_WARP + objects * race.ROWS_PER_OBJECT
         self.clocks = np.zeros((rows, agents), dtype=np.int32)
         self.keys = np.zeros(objects + 64, dtype=np.int64)
-        self.owners = np.zeros((objects + 64, 2), dtype=np.int64)
+        self.owners = np.zeros((objects + 64, race.OWNER_WORDS), dtype=np.int64)
         self.reports = np.zeros((race.MAX_REPORTS, race.REPORT_WORDS), dtype=np.int64)
         self.slot_epoch = np.zeros(self.slots, dtype=np.int64)
         self.slot_op: list[Pending | None] = [None] * self.slots
@@ -78,6 +78,7 @@ class Checker:
         self.maps = MapProxy(self)
         words = machine.smem_size // 4
         self.shadow = np.zeros((ctas, words + 16, 8), dtype=np.int64)
+        self.global_shadow: list[np.ndarray | None] = []
         self.tmem_shadow: dict[int, np.ndarray] = {}
         x = machine.x
         x[L.X_CHECK] = 1
@@ -97,17 +98,16 @@ class Checker:
         n = int(m.x[L.X_NRANGES])
         if n == 0:
             return
-        self.global_shadow: list[np.ndarray | None] = []
         table = np.zeros(n, dtype=np.int64)
         total = 0
-        for i in range(n):
+        self.global_shadow = [None] * n
+        for i in sorted(range(n), key=lambda i: m.memory[i].number):  # those registered first
             start, end = (int(v) for v in m.ranges[i])
             total += end - start
-            array = None
             if total <= MAX_GLOBAL_SHADOW:
                 array = np.zeros(((end + 3) // 4 - start // 4 + 4, 8), dtype=np.int64)
                 table[i] = array.ctypes.data
-            self.global_shadow.append(array)
+                self.global_shadow[i] = array
         self.global_table = table
         m.x[L.X_GSHADOW] = table.ctypes.data
 
@@ -175,6 +175,13 @@ class Checker:
 
     def signal(self, agent: Agent, host: int) -> None:
         """The operation's completion is published through the mbarrier at ``host``."""
+        x = self.machine.x.ctypes.data
+        other = phases.early(x, np.int64(host), agent.clock.ctypes.data)
+        if other:
+            none, pc = np.int64(-1), np.int64(agent.pc)
+            race.report(
+                x, np.int64(L.F_EARLY), agent.tag, pc, none, np.int64(host), np.int64(other), none
+            )
         race.publish_clock(
             self.machine.x.ctypes.data,
             np.int64(host),
@@ -315,12 +322,12 @@ class Checker:
 
     def findings(self) -> list[Finding]:
         """Everything reported so far."""
-        from mok.tools.emulator.waits import locate
+        from mok.tools.emulator.places import locate
 
         out = []
         for i in range(int(self.machine.x[L.X_NREPORTS])):
             kind, epoch, pc, lane, address, other, other_pc, _ = (int(v) for v in self.reports[i])
-            second = "" if kind == L.F_UNINIT else self._who(other, other_pc)
+            second = "" if kind in (L.F_UNINIT, L.F_MISSED) else self._who(other, other_pc)
             rule, place = L.FAULT_TEXT[kind], ""
             if address < 0:
                 place = f"TMEM column {(address - TMEM_BASE) // 4}"
@@ -343,7 +350,8 @@ class Checker:
 
     def _where(self, warp: int, coords: tuple[int, int, int], pc: int) -> str:
         number = int(self.machine.warps[warp].state[L.W_INDEX])
-        return f"CTA {coords} warp {number}, {self.machine.place(pc)}"
+        place = f", {self.machine.place(pc)}" if pc >= 0 else ""
+        return f"CTA {coords} warp {number}{place}"
 
 
 def lane_groups(lanes: np.ndarray) -> list[int]:

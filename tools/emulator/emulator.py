@@ -33,6 +33,7 @@ from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.gpus import run_together
 from mok.tools.emulator.intercept import Interceptor, LaunchRequest
 from mok.tools.emulator.machine import LIMITS, Machine
+from mok.tools.emulator.places import Range
 from mok.tools.emulator.ptx_parser import Module, parse
 from mok.tools.emulator.residency import Competitor, Preemption
 
@@ -107,6 +108,9 @@ class Report:
     arch: str
     seed: int | None
     launches: list[LaunchRecord] = field(default_factory=list)
+    # Of each launch, failed ones included: a hash of which warp ran how far when, and of what was
+    # completed in between.
+    interleavings: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # what hardware would run, but not as meant
@@ -258,14 +262,13 @@ class Emulator:
             LIMITS[self.arch],
             self.num_sms,
             dict(handlers()),
-            [(start, end) for start, end, _ in ranges],
+            ranges,
             self.seed,
             symbols,
             self.check,
             self.max_steps,
             self.preempt,
             self.gpu,
-            [gpu for _, _, gpu in ranges],
         )
         machine.progress = self.progress
         if machine.preemption is not None:
@@ -303,15 +306,22 @@ class Emulator:
             self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
 
     def _failed(self, fault: KernelFault, machines: list[Machine]) -> KernelFault:
-        """Adds what the machines have found to the report, and the report to the fault."""
-        for machine in machines:
-            self.report.findings.extend(machine.findings())
+        """The fault with what the machines have found beside it, which may be its cause; it is added to
+        the report."""
+        self.report.interleavings += [m.interleaving for m in machines]
+        found = [f for machine in machines for f in machine.findings()]
+        self.report.findings.extend(found)
+        if found:
+            beside = "\n  ".join(["found before it:", *map(str, found[:8])])
+            value = f"{fault.value}\n  {beside}"
+            fault = KernelFault(fault.rule, value, fault.remedy)
         self.report.faults.append(str(fault))
         fault.report = self.report
         return fault
 
     def _finished(self, machine: Machine, seconds: float, cpu_seconds: float) -> None:
         """Records a launch.  Raises KernelFault when the checkers found something in it."""
+        self.report.interleavings.append(machine.interleaving)
         self.report.lines |= machine.lines()
         self.report.warnings += [t for t in machine.warnings if t not in self.report.warnings]
         found = machine.findings()
@@ -334,15 +344,20 @@ class Emulator:
                 self.report,
             )
 
-    def _merged_ranges(
-        self, symbols: dict[str, int], program: Program
-    ) -> list[tuple[int, int, int]]:
-        """Start, end and GPU of everything registered and of the module's variables."""
+    def _merged_ranges(self, symbols: dict[str, int], program: Program) -> list[Range]:
+        """Everything registered, and the module's variables."""
         if not self._ranges:
             return []
         sizes = program.module.globals
-        extra = [(a, a + sizes[name].size, self.gpu) for name, a in symbols.items()]
-        return sorted([(a, *rest) for a, rest in self._ranges.items()] + extra)
+        found = [
+            Range(start, end, gpu, i, f"tensor {i}")
+            for i, (start, (end, gpu)) in enumerate(self._ranges.items())
+        ]
+        extra = [
+            Range(a, a + sizes[name].size, self.gpu, len(found) + i, name)
+            for i, (name, a) in enumerate(symbols.items())
+        ]
+        return sorted(found + extra)
 
     def _global(self, module: Module, name: str) -> int:
         key = (id(module), name)

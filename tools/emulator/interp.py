@@ -108,6 +108,7 @@ from mok.tools.emulator.layout import (
     X_STEP_MEMORY,
     X_STEP_SYNC,
     X_STEPS,
+    X_TRACE,
     X_WARPS,
 )
 from mok.tools.emulator.memops import memory_event, op_atomic, op_cp_async, op_load, op_store
@@ -233,7 +234,7 @@ def step_memory(X, W, c, R, m, pc, op):
 def step_sync(X, W, c, R, m, pc, op):
     """Operations of several threads that may wait or fault: results as of ``step_memory``."""
     if op == OP_MBAR_ARRIVE:
-        return 0 if mbar_op(X, W, c, R, m) else 2
+        return 0 if mbar_op(X, W, c, R, m, pc) else 2
     if op == OP_MBAR_WAIT:
         return mbar_wait(X, W, c, R, m, pc)
     if op == OP_BAR:
@@ -487,6 +488,16 @@ def random(X):
     return (s >> 20) & 0x7FFFFFFF
 
 
+@njit
+def trace(X, a, b, c):
+    """Adds one event to the hash of the interleaving."""
+    h = ld64(X + 8 * X_TRACE)
+    for value in (a, b, c):
+        h = (h ^ value) * 0x100000001B3
+        h ^= (h >> 29) & 0x7FFFFFFFF
+    st64(X + 8 * X_TRACE, h)
+
+
 @Entry
 def run_grid(X, limit):
     """Schedules warps until Python is needed; the warp concerned is in X_CURRENT."""
@@ -510,6 +521,7 @@ def run_grid(X, limit):
         if adversarial:
             quantum = 1 + random(X) % quantum
         result = run_warp(X, W, quantum)
+        trace(X, cursor, ld64(W + 8 * W_COUNT), ld64(W + 8 * W_PC))
         if result in (R_PY, R_FAULT):
             st64(X + 8 * X_CURSOR, cursor)
             st64(X + 8 * X_CURRENT, cursor)

@@ -33,6 +33,7 @@ _COMPILED = (
     "memops",
     "memory",
     "numerics",
+    "phases",
     "race",
     "syncops",
 )

@@ -98,6 +98,10 @@ ALU_END: Final = 1000
     W_FENCE_SCOPE,
 ) = range(32)
 W_FOREIGN: Final = 176  # a relaxed read since the start has met a release of another CTA
+W_LOOSE: Final = 177  # the warp has waited at an mbarrier with relaxed order
+W_MISS_HOST: Final = 178  # the warp's last wait failed at this mbarrier,
+W_MISS_PARITY: Final = 179  # with this parity,
+W_MISS_PHASE: Final = 180  # when it had completed so many phases
 W_CPA_RING: Final = 184  # operation count at each of the last 8 cp.async commits
 W_GPC: Final = 32  # other groups of a diverged warp: their pc,
 W_GMASK: Final = 64  # lanes,
@@ -175,7 +179,9 @@ CLUSTER_WORDS: Final = 64
     X_GPU,
     X_RANGE_GPUS,
     X_LATE,
-) = range(36)
+    X_RANGE_NUMBERS,
+    X_TRACE,
+) = range(38)
 MACHINE_WORDS: Final = 64
 
 # Stores to another GPU's memory that it does not see yet: their count, then per store its address,
@@ -210,6 +216,9 @@ F_SCOPE: Final = 16
 F_CLUSTER: Final = 17
 F_REPLY: Final = 18
 F_MAP: Final = 19
+F_EARLY: Final = 20
+F_MISSED: Final = 21
+F_MBAR_COUNT: Final = 22
 
 FAULT_TEXT: Final = {
     F_OOB_SHARED: "shared memory access out of bounds",
@@ -231,6 +240,10 @@ FAULT_TEXT: Final = {
     F_REPLY: "a launch query's reply over what a warp has read, without fence.proxy.async between",
     F_MAP: "use of an edited tensor map without a release of the edit to the tensor map proxy and an "
     "acquire by this CTA after it",
+    F_EARLY: "an arrival or bytes at an mbarrier that nothing orders after the end of its previous phase: "
+    "they may count for that one",
+    F_MISSED: "an mbarrier completed the phase that a warp waits for, and the next one, before it looked",
+    F_MBAR_COUNT: "an mbarrier expects 1 to 2^20 - 1 arrivals, and at most as many bytes either way",
     F_PROXY: "asynchronous read of generic writes without fence.proxy.async between",
 }
 
@@ -238,3 +251,4 @@ FAULT_TEXT: Final = {
 # and a tag bit that says "initialised".
 MB_PHASE: Final = 1 << 62
 MB_TX_BIAS: Final = 1 << 20
+MB_TX_LIMIT: Final = (1 << 20) - 1  # also the most arrivals that one expects

@@ -17,6 +17,7 @@ from mok.tools.emulator.encode import Program
 from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
 from mok.tools.emulator.gpus import LateStores
 from mok.tools.emulator.intercept import LaunchRequest
+from mok.tools.emulator.places import Range, aligned, fault_place
 from mok.tools.emulator.registers import check_exit, check_registers, resident_blocks
 from mok.tools.emulator.residency import Competitor, Residency
 
@@ -124,18 +125,19 @@ class Machine(Residency, BulkOps):
         limits: Limits,
         num_sms: int,
         handlers: dict[str, Callable[..., Any]],
-        ranges: list[tuple[int, int]],
+        ranges: list[Range],
         seed: int | None = None,
         global_symbols: dict[str, int] | None = None,
         check: bool = False,
         max_steps: int | None = None,
         competitor: Competitor | None = None,
         gpu: int = 0,
-        range_gpus: list[int] | None = None,
     ) -> None:
         self.check = check
         self.late = LateStores(self)
-        self.gpu, self.range_gpus = gpu, np.array(range_gpus or [0], dtype=np.int64)
+        self.gpu, self.memory = gpu, sorted(ranges)
+        self.range_gpus = np.array([r.gpu for r in self.memory] or [0], dtype=np.int64)
+        self.range_numbers = np.array([r.number for r in self.memory] or [0], dtype=np.int64)
         self.max_steps = max_steps
         self.progress: Callable[[int], None] | None = None
         self.competitor = competitor
@@ -148,7 +150,7 @@ class Machine(Residency, BulkOps):
         self._bind_handlers()
         self._check_launch()
         self._read_params()
-        self._allocate(ranges)
+        self._allocate()
         self.checker: Checker | None = Checker(self) if check else None
         self.reset_residency(competitor)
         self.idle_rounds = 0
@@ -209,7 +211,7 @@ class Machine(Residency, BulkOps):
             data = ctypes.string_at(pointer, p.size)
             self.params[p.offset : p.offset + p.size] = np.frombuffer(data, dtype=np.uint8)
 
-    def _allocate(self, ranges: list[tuple[int, int]]) -> None:
+    def _allocate(self) -> None:
         r, limits = self.request, self.limits
         per_sm = max(
             1,
@@ -242,18 +244,19 @@ class Machine(Residency, BulkOps):
         self.regs = np.empty((num_warps, rows, 32), dtype=np.int64)
         self.scratch = np.zeros(64, dtype=np.int64)
         self.warp_state = np.zeros((num_warps, L.WARP_WORDS), dtype=np.int64)
-        self.cta_state = np.zeros((num_ctas, L.CTA_WORDS), dtype=np.int64)
-        self.cluster_state = np.zeros((slots, L.CLUSTER_WORDS), dtype=np.int64)
+        self.cta_state = aligned((num_ctas, L.CTA_WORDS), np.int64)
+        self.cluster_state = aligned((slots, L.CLUSTER_WORDS), np.int64)
         self.smem_size = SMEM_RESERVED + max(16, -(-self.smem_bytes // 1024) * 1024)
-        self.smem = np.full((num_ctas, self.smem_size), POISON, dtype=np.uint8)
+        self.smem = aligned((num_ctas, self.smem_size), np.uint8)
         local = max(16, self.program.local_bytes)
         self.local = np.zeros((num_warps, 32 * local), dtype=np.uint8)
         self.x = np.zeros(L.MACHINE_WORDS, dtype=np.int64)
-        self.ranges = np.array(sorted(ranges) or [(0, 0)], dtype=np.int64)
+        self.ranges = np.array([r[:2] for r in self.memory] or [(0, 0)], dtype=np.int64)
         x = self.x
         x[L.X_CODE] = self.program.code.ctypes.data
         x[L.X_EXT] = self.program.ext.ctypes.data
-        x[L.X_RANGES], x[L.X_NRANGES] = self.ranges.ctypes.data, len(ranges)
+        x[L.X_RANGES], x[L.X_NRANGES] = self.ranges.ctypes.data, len(self.memory)
+        x[L.X_RANGE_NUMBERS] = self.range_numbers.ctypes.data
         x[L.X_GPU] = self.gpu
         if (self.range_gpus != self.gpu).any():
             x[L.X_RANGE_GPUS] = self.range_gpus.ctypes.data
@@ -562,9 +565,14 @@ class Machine(Residency, BulkOps):
         address = int(s[L.W_FAULT_ADDR])
         raise KernelFault(
             L.FAULT_TEXT.get(code, f"fault {code}"),
-            f"address {address:#x}, lane {int(s[L.W_FAULT_LANE])}, "
+            f"{fault_place(self, code, address)}, lane {int(s[L.W_FAULT_LANE])}, "
             f"size or value {int(s[L.W_FAULT_AUX])}; {self.where(w, int(s[L.W_PC]))}",
         )
+
+    @property
+    def interleaving(self) -> str:
+        """Hash of the order in which warps and asynchronous operations ran."""
+        return f"{int(self.x[L.X_TRACE]) & (1 << 64) - 1:016x}"
 
     def lines(self) -> set[int]:
         """PTX lines that some warp has executed."""

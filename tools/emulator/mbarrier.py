@@ -8,7 +8,7 @@ import numpy as np
 
 from mok.tools.emulator.intrinsics import ld64, st64
 from mok.tools.emulator.jit import njit
-from mok.tools.emulator.layout import MB_TX_BIAS
+from mok.tools.emulator.layout import MB_TX_BIAS, MB_TX_LIMIT
 
 _I = np.int64
 _COUNT = (1 << 20) - 1
@@ -55,7 +55,7 @@ def mb_valid(host):
 def mb_update(host, arrivals, tx):
     """Applies arrivals and a transaction-count change; flips the phase when both are met.
 
-    Returns 0, or 1 when more arrived than the phase expects.
+    Returns 0, 1 when more arrived than the phase expects, or 2 for more bytes than an mbarrier counts.
     """
     word = ld64(host)
     pending = mb_pending(word) - arrivals
@@ -64,6 +64,8 @@ def mb_update(host, arrivals, tx):
     phase = mb_phase(word)
     if pending < 0:
         return 1
+    if count > MB_TX_LIMIT or count < -MB_TX_LIMIT:
+        return 2
     if pending == 0 and count == 0:
         pending = expected
         phase ^= 1

@@ -43,11 +43,13 @@ from mok.tools.emulator.layout import (
     X_GSHADOW,
     X_LAST_RANGE,
     X_NAGENTS,
+    X_NRANGES,
     X_NREPORTS,
     X_NWARPS,
     X_OBJECT_MASK,
     X_OBJECTS,
     X_OWNERS,
+    X_RANGE_NUMBERS,
     X_RANGES,
     X_REPORTS,
     X_VC,
@@ -59,6 +61,7 @@ RECORD = 64  # bytes of a shadow record: write epoch, write info, 3 read epochs,
 MAX_REPORTS = 256
 REPORT_WORDS = 8
 ROWS_PER_WARP = 6  # clock, proxy clock, and both again for release fences and pending acquires
+OWNER_WORDS = 3
 ROWS_PER_OBJECT = 4  # clock and proxy clock: gathered in this phase, and of completed phases
 
 # Access kinds.
@@ -123,11 +126,24 @@ def tick(X, W):
 
 
 @njit
+def home(X, key):
+    """A number for an address that is the same on every host: of global memory that was just resolved
+    the offset in its tensor, of the emulator's own, which is aligned, the low bits."""
+    n = ld64(X + 8 * X_NRANGES)
+    last = ld64(X + 8 * X_LAST_RANGE)
+    if last < n:
+        table = ld64(X + 8 * X_RANGES) + 16 * last
+        if ld64(table) <= key < ld64(table + 8):
+            return key - ld64(table) + (ld64(ld64(X + 8 * X_RANGE_NUMBERS) + 8 * last) << 12)
+    return key & 0xFFFF
+
+
+@njit
 def object_row(X, key, create):
     """First clock row of a synchronisation object, found by address; 0 when absent."""
     mask = ld64(X + 8 * X_OBJECT_MASK)
     table = ld64(X + 8 * X_OBJECTS)
-    i = (key >> 2) * 0x9E3779B1 & mask
+    i = (home(X, key) >> 2) * 0x9E3779B1 & mask
     for _ in range(64):
         found = ld64(table + 8 * i)
         if found == key or (found == 0 and create):
@@ -143,9 +159,12 @@ def object_row(X, key, create):
 
 @njit
 def object_owners(X, row):
-    """Address of an object's owners: CTAs or clusters whose releases its rows hold."""
+    """Address of an object's owners, CTAs or clusters whose releases its rows hold, and the number of
+    phases that it has completed."""
     base = clock_row(X, ld64(X + 8 * X_NWARPS) * ROWS_PER_WARP)
-    return ld64(X + 8 * X_OWNERS) + 16 * ((row - base) // (ROWS_PER_OBJECT * stride(X)))
+    return ld64(X + 8 * X_OWNERS) + 8 * OWNER_WORDS * (
+        (row - base) // (ROWS_PER_OBJECT * stride(X))
+    )
 
 
 @njit
@@ -224,10 +243,11 @@ def cluster_of(owners):
 def reset_object(X, key):
     """A barrier is initialised: nothing was published through it yet."""
     if ld64(X + 8 * X_CHECK) != 0:
-        row = object_row(X, key, False)
+        row = object_row(X, key, True)
         if row != 0:
             for k in range(ROWS_PER_OBJECT):
                 clear(X, row + k * stride(X))
+            st64(object_owners(X, row) + 16, _I(0))
 
 
 @njit
@@ -286,6 +306,8 @@ def flip(X, key):
     for k in range(2):
         join(X, row + (2 + k) * step, row + k * step)
         clear(X, row + k * step)
+    phases = object_owners(X, row) + 16
+    st64(phases, ld64(phases) + 1)
 
 
 @njit
@@ -448,7 +470,7 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
         return
     if uninit and (ld64(shadow + 56) >> 56 & mask & 255) != mask:
         report(X, F_UNINIT, epoch, pc, lane, addr, _I(0), _I(0))
-    slot = _I(2) + ((addr >> 2) + agent) % 3
+    slot = _I(2) + (pc + agent) % 3
     for k in range(2, 5):
         e = ld64(shadow + 8 * k)
         if e == 0 or e >> 32 == agent or covered(clock, e):

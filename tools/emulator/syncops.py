@@ -14,6 +14,7 @@ from mok.tools.emulator.layout import (
     F_BARRIER,
     F_CLUSTER,
     F_MBAR_BAD,
+    F_MBAR_COUNT,
     F_MBAR_OVERFLOW,
     I_A,
     I_B,
@@ -29,11 +30,13 @@ from mok.tools.emulator.layout import (
     L_ARRIVED,
     L_GEN,
     MB_PHASE,
+    MB_TX_LIMIT,
     SLEEP_WORD,
     W_BARGEN,
     W_CLGEN,
     W_CTA,
     W_FAULT,
+    W_LOOSE,
     W_SLEEP,
     W_WAIT_ADDR,
     W_WAIT_KIND,
@@ -50,6 +53,7 @@ from mok.tools.emulator.layout import (
 )
 from mok.tools.emulator.mbarrier import mb_init, mb_phase, mb_update, mb_valid
 from mok.tools.emulator.memory import fault, resolve
+from mok.tools.emulator.phases import check_phase, check_wait
 from mok.tools.emulator.race import (
     acquire,
     check_access,
@@ -365,7 +369,7 @@ def own_shared(X, W, host):
 
 
 @njit
-def mbar_op(X, W, c, R, m):
+def mbar_op(X, W, c, R, m, pc):
     """init (X = 0), inval (1), arrive (2), expect_tx (3), arrive.expect_tx (4), complete_tx (5).
 
     Returns False after a fault.  B is the count or byte row, D the state token's row.
@@ -381,6 +385,9 @@ def mbar_op(X, W, c, R, m):
             return False
         value = ld64(R + b + 8 * l) if b != 0x7FFFFFFF else _I(1)
         if mode == 0:
+            if value <= 0 or value > MB_TX_LIMIT:
+                fault(W, F_MBAR_COUNT, host, l, value)
+                return False
             mb_init(host, value)
             reset_object(X, host)
             continue
@@ -402,14 +409,16 @@ def mbar_op(X, W, c, R, m):
             arrivals, tx = _I(1), value
         else:
             tx = -value
+        check_phase(X, W, host, pc, l)
         if arrivals != 0:
             if ld32(c + 4 * I_E) & 4:
                 cpa_publish(X, W, host)
             elif not ld32(c + 4 * I_E) & 2:
                 publish(X, W, host, not ld32(c + 4 * I_E) & 8 or own_shared(X, W, host))
         before = mb_phase(ld64(host))
-        if mb_update(host, arrivals, tx):
-            fault(W, F_MBAR_OVERFLOW, host, l, arrivals)
+        wrong = mb_update(host, arrivals, tx)
+        if wrong != 0:
+            fault(W, F_MBAR_OVERFLOW if wrong == 1 else F_MBAR_COUNT, host, l, arrivals + tx)
             return False
         if mb_phase(ld64(host)) != before:
             flip(X, host)
@@ -439,8 +448,11 @@ def mbar_wait(X, W, c, R, m, pc):
         passed = mb_phase(ld64(host)) != parity
         if d != 0x7FFFFFFF:
             st64(R + d + 8 * l, _I(1) if passed else _I(0))
+        check_wait(X, W, host, parity, passed, pc, l)
         if passed and not ld32(c + 4 * I_E) & 2:
             acquire(X, W, host)
+        elif passed:
+            st64(W + 8 * W_LOOSE, _I(1))
         if not passed and waiting == 0:
             waiting = 1
             sleep_on(W, WAIT_MBAR, pc, host, 8, _I(MB_PHASE), ld64(host) & MB_PHASE)

@@ -13,6 +13,7 @@ import numpy as np
 
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.errors import EmulatorError
+from mok.tools.emulator.places import locate
 
 if TYPE_CHECKING:
     from mok.tools.emulator.machine import Machine, Warp
@@ -129,7 +130,7 @@ def read_map(machine: "Machine", w: "Warp", address: int) -> TensorMap:
         if address >> 56 or address & 63:
             raise EmulatorError(
                 "a tensor map lies in global or parameter memory, at a multiple of 64 bytes",
-                hex(address),
+                locate(machine, address),
             )
         machine.check_global(address, USED)
         if machine.checker is not None:
@@ -205,7 +206,9 @@ class _Object:
         names = {m.split("::")[0] for m in mods[1:]}
         shared = "shared" in names or ("global" not in names and address >> 56 == 1)
         if address % BYTES:
-            raise EmulatorError(f"a tensor map is aligned to {BYTES} bytes", hex(address))
+            raise EmulatorError(
+                f"a tensor map is aligned to {BYTES} bytes", locate(machine, address)
+            )
         if shared:
             address &= 0xFFFFFFFF
             self.cta, self.offset = w.cta, address & _OFFSET
@@ -214,7 +217,7 @@ class _Object:
             self.host = int(w.cta.smem.ctypes.data) + self.offset
         else:
             if address >> 56:
-                raise EmulatorError("a tensor map lies in shared or global memory", hex(address))
+                raise EmulatorError("a tensor map lies in shared or global memory", address >> 56)
             machine.check_global(address, BYTES)
             self.host = address
         self.shared = shared
@@ -259,7 +262,7 @@ def op_copy(machine: "Machine", w: "Warp", op: Any) -> None:
     _check_size(op.ins.operands[2])
     pairs = {tuple(_address(w, o, lane) for o in op.operands[:2]) for lane in w.lanes()}
     if len(pairs) != 1:
-        raise EmulatorError("all lanes copy the same tensor map", [hex(p[0]) for p in pairs])
+        raise EmulatorError("all lanes copy the same tensor map", f"{len(pairs)} different ones")
     to, source = pairs.pop()
     raw = _Object(machine, w, source, ("", "shared::cta")).read()
     _Object(machine, w, to, ("", "global")).write(raw)

@@ -5,25 +5,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mok.tools.emulator import layout as L
+from mok.tools.emulator.places import locate, word_at
 
 if TYPE_CHECKING:
     from mok.tools.emulator.machine import Machine, Warp
-
-
-def word_at(address: int, size: int = 8) -> int:
-    """Unsigned value in host memory that the emulator owns."""
-    import ctypes
-
-    return int.from_bytes(ctypes.string_at(address, size), "little")
-
-
-def locate(machine: "Machine", address: int) -> str:
-    """Names a host address: shared memory of a CTA, or global."""
-    for cta in machine.ctas:
-        base = cta.smem.ctypes.data
-        if base <= address < base + cta.smem.nbytes:
-            return f"shared {address - base:#x} of CTA {cta.coords}"
-    return f"global {address:#x}"
 
 
 def describe_mbarrier(word: int) -> str:

@@ -40,6 +40,27 @@ def test_a_race_is_reported_with_both_sides():
     assert "st.shared.b32" in text and "ld.shared.b32" in text and "warp" in text
 
 
+def test_every_reader_of_an_overwritten_word_is_named():
+    """Three warps read a word, each by its own line; the fourth overwrites it without waiting."""
+    reads = "".join(
+        f"setp.eq.u32 %p2, %r4, {n};\n@%p2 ld.shared.b32 %r1{n}, [%r1];\n" for n in (1, 2, 3)
+    )
+    text = kernel(
+        TID + "shr.u32 %r4, %r0, 5;\nsetp.eq.u32 %p1, %r0, 0;\n@%p1 st.shared.b32 [%r1], 1;\n"
+        f"bar.sync 0;\n{reads}@!%p1 bra E;\nmov.u32 %r5, 20000;\n"
+        "LATER: sub.u32 %r5, %r5, 1;\nsetp.ne.u32 %p3, %r5, 0;\n@%p3 bra LATER;\n"
+        "st.shared.b32 [%r1], 2;\nE:",
+        shared=64,
+    )
+    with pytest.raises(KernelFault) as error:
+        run(text, out(), threads=128, check=True)
+    found = error.value.report.findings
+    assert len(found) == 3
+    for n, finding in enumerate(sorted(found, key=lambda f: f.other), 1):
+        assert "st.shared.b32 [%r1], 2" in finding.where
+        assert f"warp {n}" in finding.other and f"ld.shared.b32 %r1{n}" in finding.other
+
+
 def test_reading_what_nothing_wrote():
     text = kernel(TID + "ld.shared.b32 %r4, [%r3];", shared=256)
     with pytest.raises(KernelFault, match="nothing has written"):
@@ -189,3 +210,118 @@ def test_misuse_of_an_mbarrier(fault, seed):
     assert RING.text.count(right) == 1
     with pytest.raises(KernelFault, match=report):
         RING.run(lambda text: text.replace(right, wrong), seed)
+
+
+def two_roles(first, second, count=2, rounds=3):
+    """Lane 0 of warp 0 and of warp 1 each repeat their part; barriers at 0 (``count``) and 8 (1)."""
+
+    def repeated(body, name):
+        return (
+            f"mov.u32 %r10, 0;\nmov.u32 %r11, 0;\n{name}:\n{body}\nxor.b32 %r11, %r11, 1;\n"
+            f"add.u32 %r10, %r10, 1;\nsetp.lt.u32 %p5, %r10, {rounds};\n@%p5 bra {name};\nbra E;\n"
+        )
+
+    return kernel(
+        TID + "setp.ne.u32 %p1, %r0, 0;\n@%p1 bra I;\n"
+        f"mbarrier.init.shared.b64 [%r1], {count};\nmbarrier.init.shared.b64 [%r1+8], 1;\nI:\n"
+        "bar.sync 0;\nand.b32 %r4, %r0, 31;\nsetp.ne.u32 %p2, %r4, 0;\n@%p2 bra E;\n"
+        "setp.ge.u32 %p3, %r0, 32;\n@%p3 bra SECOND;\n"
+        + repeated(first, "FIRST")
+        + "SECOND:\n"
+        + repeated(second, "AGAIN")
+        + "E:",
+        shared=64,
+    )
+
+
+def arrive(at=0):
+    return f"mbarrier.arrive.shared.b64 _, [%r1+{at}];"
+
+
+def wait(name, at=0, parity="%r11", order=""):
+    return (
+        f"{name}: mbarrier.try_wait.parity{order}.shared.b64 %p4, [%r1+{at}], {parity};\n"
+        f"@!%p4 bra {name};"
+    )
+
+
+SPIN = (
+    "mov.u32 %r12, 300;\nLATE: sub.u32 %r12, %r12, 1;\nsetp.ne.u32 %p6, %r12, 0;\n@%p6 bra LATE;\n"
+)
+MBARRIER_USES = {
+    # What the two warps do, and the report.
+    "both wait": (arrive() + wait("A"), arrive() + wait("B"), None),
+    "one does not wait": (arrive(), arrive() + wait("B"), "may count for that one"),
+    "one arrives twice": (
+        arrive() + arrive() + wait("A"),
+        arrive() + wait("B"),
+        "may count for that one|more arrivals",
+    ),
+    "order by another barrier": (
+        arrive() + wait("A", 8),
+        arrive() + wait("B") + arrive(8),
+        None,
+    ),
+    "the other barrier is signalled too soon": (
+        arrive() + wait("A", 8),
+        arrive(8) + arrive() + wait("B"),
+        "may count for that one",
+    ),
+    "a wait of relaxed order": (
+        arrive() + wait("A", order=".relaxed.cluster"),
+        arrive() + wait("B", order=".relaxed.cluster"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("use", MBARRIER_USES)
+def test_an_arrival_follows_the_end_of_the_phase_before(use, seed):
+    first, second, rule = MBARRIER_USES[use]
+    text = two_roles(first, second)
+    if rule is None:
+        run(text, out(), threads=64, seed=seed, check=True)
+    else:
+        with pytest.raises(KernelFault, match=rule):
+            run(text, out(), threads=64, seed=seed, check=True, max_steps=100_000)
+
+
+def test_an_early_arrival_names_the_one_that_it_may_precede():
+    first, second, _ = MBARRIER_USES["one does not wait"]
+    with pytest.raises(KernelFault) as error:
+        run(two_roles(first, second), out(), threads=64, seed=0, check=True)
+    found = [f for f in error.value.report.findings if "may count" in f.rule]
+    assert found and all("mbarrier.arrive" in f.where for f in found)
+    assert all(f.other.startswith("CTA (0, 0, 0) warp ") for f in found)
+    assert {f.where.split(",")[2] for f in found} != {f.other.split(",")[2] for f in found}
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_phase_that_ends_twice_before_its_waiter_looks(answered, seed):
+    """One warp completes phase after phase; the other waits for each, from before they end."""
+    first = SPIN + arrive() + (wait("A", 8) if answered else arrive())
+    second = wait("B") + arrive(8)
+    text = two_roles(first, second, count=1)
+    if answered:
+        run(text, out(), threads=64, seed=seed, check=True)
+    else:
+        with pytest.raises(KernelFault, match=r"before it looked(.|\n)*mbarrier\.try_wait"):
+            run(text, out(), threads=64, seed=seed, check=True, max_steps=100_000)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "mbarrier.init.shared.b64 [%r1+8], 0;",
+        "mbarrier.init.shared.b64 [%r1+8], 1048576;",
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 1048576;",
+        "mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 1048575;\n"
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 1;",
+    ],
+)
+def test_counts_that_an_mbarrier_cannot_hold(body):
+    text = kernel(BARRIER + f"@%p1 bra E;\n{body}\nE:", shared=64)
+    with pytest.raises(KernelFault, match=r"expects 1 to 2\^20 - 1 arrivals"):
+        run(text, out())

@@ -73,6 +73,29 @@ def test_more_tensor_memory_than_there_is(first, second, rule):
         )
 
 
+PAIR = (
+    "mov.u32 %r1, smem;\nmov.u32 %r2, %cluster_ctarank;\nsetp.ne.u32 %p0, %r2, 0;\n"
+    "add.u32 %r4, %r2, 1;\nshl.b32 %r4, %r4, 5;\n{guard} bra E;\n"
+    "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], {columns};\n"
+    "ld.shared.b32 %r3, [%r1];\n"
+    "tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r3, {columns};\nE:\n"
+)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_a_pair_of_ctas_allocates_tensor_memory_together(seed):
+    def go(guard, columns):
+        text = kernel(PAIR.format(guard=guard, columns=columns), shared=64)
+        pair = {"arch": "sm_100a", "grid": 2, "cluster": 2, "check": True, "seed": seed}
+        run(text, words(), **pair)
+
+    go("@%p15", 64)
+    with pytest.raises(KernelFault, match=r"deadlock(.|\n)*the peer CTA to allocate"):
+        go("@%p0", 64)
+    with pytest.raises(KernelFault, match="allocates the same columns"):
+        go("@%p15", "%r4")
+
+
 def test_tensor_memory_on_hopper():
     with pytest.raises(KernelFault, match="sm_100a and later"):
         run(kernel(ALLOC.format(first=32, second=32), shared=64), words())
