@@ -100,6 +100,8 @@ class Mxfp8Weight:
         Raises:
             DtypeError, ShapeError: what is wrong, and with which tensor.
         """
+        if (data is None) != (scales is None):
+            raise DtypeError("data and its scales come together", "one of them")
         normal = None if data is None or scales is None else _checked("data", data, scales)
         other = None if transposed is None else _checked("transposed data", *transposed)
         if normal is None and other is None:

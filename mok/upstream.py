@@ -19,7 +19,7 @@ from torch import Tensor
 from mok import call, functional
 from mok.arguments import check_tensor
 from mok.config import MAX_TOPK, Config, Shape, _require_int
-from mok.errors import DtypeError, GroupError, ResourceError, ShapeError
+from mok.errors import DtypeError, GroupError, MokError, ResourceError, ShapeError
 from mok.mxfp8 import Mxfp8Weight
 from mok.upstream_weights import routed_weights
 
@@ -122,6 +122,7 @@ class MoKWorkspace:
     schedule_capacity: int
     group: Group
     inner: dict[tuple[int, Config, str], Workspace] = field(default_factory=dict)
+    noted: MokError | None = None  # by the schedule of a workspace that has been closed since
 
     def of(self, config: MoKConfig, num_experts: int, precision: str = "") -> Workspace:
         """Ours for a number of experts on all ranks; made at its first use (collective).
@@ -148,8 +149,21 @@ class MoKWorkspace:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.group.barrier("MoKWorkspace: the schedule's workspace is not needed any more")
+            try:
+                other.check()
+            except MokError as error:
+                self.noted = error  # raised after the call, in which peers wait for this rank
             other.close()
         return made
+
+    def check(self, used: Workspace) -> None:
+        """After a call of one: raise what a schedule of another has noted, such as a bad id."""
+        if self.noted is not None:
+            error, self.noted = self.noted, None
+            raise error
+        for made in self.inner.values():
+            if made is not used and not made.closed:
+                made.check_call()
 
     def _open(self, key: tuple[int, Config, str]) -> Workspace | None:
         found = self.inner.get(key)
@@ -434,6 +448,7 @@ def forward(
         shared_scale=_gate(x, shared_output_gate_weight),
     )  # fmt: skip
     assert context is not None
+    workspace.check(a.workspace)
     return output, _context(context)
 
 
@@ -454,11 +469,11 @@ def recompute_forward_context(
         config, workspace, schedule, (shared_gate_weights, shared_up_weights),
         (routed_gate_weights, routed_up_weights),
     )  # fmt: skip
-    return _context(
-        _layer.recompute_forward_context(
-            a.config, a.workspace, a.schedule, x, *a.shared, *a.routed, swiglu_limit
-        )
+    context = _layer.recompute_forward_context(
+        a.config, a.workspace, a.schedule, x, *a.shared, *a.routed, swiglu_limit
     )
+    workspace.check(a.workspace)
+    return _context(context)
 
 
 def backward(
@@ -522,6 +537,7 @@ def backward(
         grad_output, x, router_weights, *a.shared, *a.routed, swiglu_limit, shared_scale=scale,
         **more,
     )  # fmt: skip
+    workspace.check(a.workspace)
     if shared_output_gate_weight is _ABSENT:
         return results
     if gate is None or scale is None:

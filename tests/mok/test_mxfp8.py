@@ -74,6 +74,7 @@ def test_weights_of_others():
         (q.scales, t.scales),
         (tile_scales(q.scales), tile_scales(t.scales)),
         (q.scales.view(torch.uint8), t.scales.view(torch.uint8)),
+        (tile_scales(q.scales).flatten(0, 1), tile_scales(t.scales).flatten(0, 1)),
     ):
         taken = Mxfp8Weight.of(q.data, scales, (t.data, scales_t))
         ours = mxfp8_quantize(w, expanded=False)
@@ -85,6 +86,10 @@ def test_weights_of_others():
             assert torch.equal(wide, mxfp8_quantize(w, expanded=True).take(orientation).values)
     one = quantise(w[0])
     assert Mxfp8Weight.of(one.data, one.scales).shape == (1, 256, 128)
+    down = Mxfp8Weight.of(None, None, (t.data, t.scales))  # all that backward takes of it
+    assert down.shape == (3, 256, 128) and down.transposed is not None
+    with pytest.raises(ShapeError, match="forward needs weights quantised in the normal"):
+        down.take("normal")
 
 
 def test_bad_weights():
@@ -107,6 +112,12 @@ def test_bad_weights():
     turned = quantise(w.transpose(1, 2).contiguous())
     with pytest.raises(ShapeError, match="transposed weight"):
         Mxfp8Weight.of(q.data, turned.scales)
+    with pytest.raises(ShapeError, match="transposed weight"):
+        Mxfp8Weight.of(q.data, tile_scales(turned.scales).flatten(0, 1))
+    with pytest.raises(ShapeError, match="one orientation"):
+        Mxfp8Weight.of(None, None)
+    with pytest.raises(DtypeError, match="come together"):
+        Mxfp8Weight.of(q.data, None, (turned.data, turned.scales))
     with pytest.raises(ShapeError, match="the weight's transpose"):
         Mxfp8Weight.of(q.data, q.scales, (q.data, q.scales))
     with pytest.raises(DtypeError, match="expanded=False"):

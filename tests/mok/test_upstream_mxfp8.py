@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
 import mok
 from mok import functional, ops
 from mok.config import Config, Shape
-from mok.errors import DtypeError, MokError, ShapeError
+from mok.errors import DtypeError, MokError, RouteError, ShapeError
 from mok.functional import MoKConfig
 from mok.reference import random_case, random_gradient
 from mok.runtime.group import Group
@@ -150,6 +150,26 @@ def test_layers_of_both_precisions_share_a_workspace(device):
     assert len([w for w in workspace.inner.values() if not w.closed]) == 2
     with pytest.raises(ShapeError, match="same precision"):
         functional.backward(CONFIG, workspace, schedule, context, dy, *dense(case), *quantised)
+    workspace.close()
+
+
+def test_a_bad_id_is_named_after_the_call(device):
+    """Also where another workspace than the weights' has built the schedule: closed since, or in use."""
+    case = random_case(SHAPE, device=device)
+    wrong = case.top_experts.clone()
+    wrong[3, 1] = 4
+    pairs = [ops.mxfp8_quantize(w, True, False)[:2] for w in bf16(case)]
+    workspace = get(device, case)
+
+    def call(weights):
+        schedule = functional.build_schedule(workspace, CONFIG, wrong, num_local_experts=4)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        functional.forward(CONFIG, workspace, schedule, *dense(case), *weights)
+
+    for weights in (pairs, pairs, bf16(case), pairs, pairs):
+        with pytest.raises(RouteError, match="found 4 for token 3, k 1"):
+            call(weights)
     workspace.close()
 
 
