@@ -326,6 +326,11 @@ class Checker:
 
     def findings(self) -> list[Finding]:
         """Everything reported so far."""
+        if self.machine.x[L.X_CROWDED]:
+            self.machine.warn(
+                "more barriers and flags than the checkers can follow: some of the races that are reported "
+                "may be none; give the emulator fewer SMs"
+            )
         from mok.tools.emulator.places import locate
 
         out = []

@@ -40,6 +40,7 @@ from mok.tools.emulator.layout import (
     W_FOREIGN,
     WARP_WORDS,
     X_CHECK,
+    X_CROWDED,
     X_GSHADOW,
     X_LAST_RANGE,
     X_NAGENTS,
@@ -52,6 +53,8 @@ from mok.tools.emulator.layout import (
     X_RANGE_NUMBERS,
     X_RANGES,
     X_REPORTS,
+    X_SMEM,
+    X_SMEM_END,
     X_VC,
     X_WARPS,
 )
@@ -127,8 +130,11 @@ def tick(X, W):
 
 @njit
 def home(X, key):
-    """A number for an address that is the same on every host: of global memory that was just resolved
-    the offset in its tensor, of the emulator's own, which is aligned, the low bits."""
+    """A number for an address that is the same on every host: the offset in shared memory, or of global
+    memory that was just resolved in its tensor; of other memory of ours, which is aligned, the low bits."""
+    start = ld64(X + 8 * X_SMEM)
+    if start <= key < ld64(X + 8 * X_SMEM_END):
+        return key - start + (_I(1) << 40)
     n = ld64(X + 8 * X_NRANGES)
     last = ld64(X + 8 * X_LAST_RANGE)
     if last < n:
@@ -143,7 +149,8 @@ def object_row(X, key, create):
     """First clock row of a synchronisation object, found by address; 0 when absent."""
     mask = ld64(X + 8 * X_OBJECT_MASK)
     table = ld64(X + 8 * X_OBJECTS)
-    i = (home(X, key) >> 2) * 0x9E3779B1 & mask
+    i = (home(X, key) >> 2) * 0x9E3779B1
+    i = (i ^ (i >> 19)) & mask
     for _ in range(64):
         found = ld64(table + 8 * i)
         if found == key or (found == 0 and create):
@@ -154,6 +161,8 @@ def object_row(X, key, create):
         if found == 0:
             return _I(0)
         i = (i + 1) & mask
+    if create:
+        st64(X + 8 * X_CROWDED, _I(1))
     return _I(0)
 
 
