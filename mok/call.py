@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok.arguments import check_tensor, check_tunables, per_rank, stream_of
+from mok.arguments import check_tensor, check_tunables, per_rank, stream_of, version_of
 from mok.config import Config
 from mok.errors import ResourceError, ShapeError
 from mok.kernels_cute import trace
@@ -70,8 +70,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How often torch has seen each written; 0 in inference mode, which does not count."""
-    return tuple([0 if t.is_inference() else t._version for t in tensors])
+    return tuple([version_of(t) for t in tensors])
 
 
 @dataclass

@@ -349,6 +349,14 @@ class _Arguments:
         self.workspace = workspace.of(config, gate.shape[0] * workspace.ep_size, precision)
         width = None if shared[0] is None else shared[0].shape[0]
         self.workspace.fit(gate.shape[1], width)
+        have = (len(schedule.tokens_per_expert), len(schedule.peer_rank))
+        want = (gate.shape[0], self.workspace.sizes.capacity)
+        if have != want or schedule.top_experts.shape[1] != workspace.topk:
+            raise ShapeError(
+                f"the schedule must be of this workspace and of {want[0]} experts, with {want[1]} rows",
+                f"one of {have[0]} experts with {have[1]} rows",
+                "Build it with num_local_experts of the weights",
+            )
         buffers = _buffers(schedule, self.workspace)
         self.schedule = call.Schedule([buffers], [schedule.top_experts])
 
