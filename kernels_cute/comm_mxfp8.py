@@ -67,6 +67,7 @@ def copy_along_rows(
         mxfp8.through_rows(
             lambda row: ptx.load_4(source + at + Int64(row) * row_bytes),
             lambda row, pair: ptx.store_4(target + at + Int64(row) * row_bytes, pair),
+            mxfp8.BLOCK,
         )
 
 
@@ -96,11 +97,11 @@ def transpose_rows(
         codes = source_scales + mxfp8.scale_offset(
             row, column // mxfp8.BLOCK, columns // mxfp8.BLOCK
         )
+        words = [ptx.load_4(at + Int64(columns) * i) for i in range(mxfp8.BLOCK)]
+        rows = [ptx.load_1_if(codes + 16 * i, Boolean(True)) for i in range(mxfp8.BLOCK)]
         sides = [[], []]
-        for i in cutlass.range_constexpr(mxfp8.BLOCK):
-            word = ptx.load_4(at + Int64(columns) * i)
-            factor = mxfp8.power(ptx.load_1_if(codes + 16 * i, Boolean(True)))
-            for side, pair in zip(sides, mxfp8.expand([word], factor)):
+        for word, code in zip(words, rows):
+            for side, pair in zip(sides, mxfp8.expand([word], mxfp8.power(code))):
                 side.append(pair)
         for i in cutlass.range_constexpr(2):
             mxfp8.store_columns(sides[i], target, target_scales, column + 2 * i, row, ring_rows)

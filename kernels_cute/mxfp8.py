@@ -116,17 +116,35 @@ def through_columns(first: Uint32, second: Uint32, codes: tuple[Int32, Int32]) -
 
 
 @cute.jit
-def through_rows(load: cutlass.Constexpr, store: cutlass.Constexpr):
+def through_rows(
+    load: cutlass.Constexpr, store: cutlass.Constexpr, at_once: cutlass.Constexpr[int]
+):
     """Blocks of 32 rows in two neighbouring columns, quantised along the rows and expanded again.
 
-    ``load(row)`` gives a row's BF16x2, ``store(row, pair)`` takes the result. The rows are read twice, so that
-    they need no registers in between.
+    ``load(row)`` gives a row's BF16x2, ``store(row, pair)`` takes the result. ``at_once`` rows, an even number, are
+    on their way together; the rows are read twice, so that no more registers are needed. With all 32 they are
+    read once.
     """
     most = Uint32(0)
-    for row in cutlass.range(BLOCK, unroll=1):
-        most = ptx.max_pairs(most, load(row) & Uint32(MAGNITUDE))
+    held = []
+    if cutlass.const_expr(at_once == BLOCK):
+        held = [load(row) for row in range(BLOCK)]
+        for pair in held:
+            most = ptx.max_pairs(most, pair & Uint32(MAGNITUDE))
+    else:
+        for base in cutlass.range(0, BLOCK, at_once, unroll=1):
+            for pair in [load(base + i) for i in range(at_once)]:
+                most = ptx.max_pairs(most, pair & Uint32(MAGNITUDE))
     codes = (scale_code(most & Uint32(0xFFFF)), scale_code(most & Uint32(0xFFFF0000)))
-    for row in cutlass.range(0, BLOCK, 2, unroll=1):
-        pairs = through_columns(load(row), load(row + 1), codes)
-        store(row, pairs[0])
-        store(row + 1, pairs[1])
+    if cutlass.const_expr(at_once == BLOCK):
+        store_through(0, held, codes, store)
+    else:
+        for base in cutlass.range(0, BLOCK, at_once, unroll=1):
+            store_through(base, [load(base + i) for i in range(at_once)], codes, store)
+
+
+def store_through(base, pairs, codes, store) -> None:
+    """Rows from ``base`` on, quantised with a scale per column and expanded."""
+    for i in range(0, len(pairs), 2):
+        for j, pair in enumerate(through_columns(pairs[i], pairs[i + 1], codes)):
+            store(base + i + j, pair)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -113,3 +114,13 @@ def stream_handle(device: torch.device) -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
     # Without making a Stream object; torch's own compiler launches this way.
     return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a device the current one, which is where launches go; nothing on the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often torch has seen a tensor written; 0 for one of inference mode, where it does not count."""
+    return 0 if tensor.is_inference() else int(tensor._version)

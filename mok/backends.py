@@ -189,10 +189,13 @@ def prepare_forward(
     return emulated
 
 
-def run_step(case: Case, dy: Tensor | None, ep_size: int, backend: Backend) -> Tensor:
+def run_step(
+    case: Case, dy: Tensor | None, ep_size: int, backend: Backend, precision: str = "bf16"
+) -> Tensor:
     """Forward, and with the output's gradient ``dy`` [N, H] backward, on virtual ranks: BF16 [N, H]."""
+    lengths = case.tokens_per_rank(ep_size)
     with machine(backend):
-        return _prepare_kernel(case, case.tokens_per_rank(ep_size), backend, None, dy)()
+        return _prepare_kernel(case, lengths, backend, None, dy, precision)()
 
 
 def machine(backend: Backend) -> contextlib.AbstractContextManager[Any]:

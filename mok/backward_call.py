@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mok.arguments import check_tensor
 from mok.call import Call, ForwardContext, LaunchFacts, launch_shape, num_sms
-from mok.errors import DtypeError, ShapeError
+from mok.errors import ContextError, DtypeError, ShapeError
 from mok.kernels_cute import trace
 
 GRAD_NAMES = (
@@ -69,6 +69,7 @@ class BackwardCall(Call):
     """The checked arguments of a backward call, and its launches."""
 
     program = trace.BACKWARD
+    down_orientation = "transposed"  # replay ends with the SwiGLU
 
     def attach(
         self, context: ForwardContext, grad_output: Sequence[Tensor], grads: Sequence[Any] | None,
@@ -100,11 +101,11 @@ class BackwardCall(Call):
         ]
 
     def _transposed(self) -> tuple[list[list[Tensor]], list[list[Tensor | None]]]:
-        """Gate, up and down, quantised along the contractions of the gradients, per local rank; their scales."""
+        """Gate and up, quantised along the contractions of the gradients, per local rank; their scales."""
         from mok.mxfp8 import for_kernel
 
         found, scales = [], []
-        for given in self.routed_given:
+        for given in self.routed_given[:2]:
             weights = [given] if not isinstance(given, Sequence) else given
             parts = [for_kernel(weight, "transposed", self.sizes.scaled) for weight in weights]
             data = [part.data if self.sizes.scaled else part.values for part in parts]
@@ -117,6 +118,12 @@ class BackwardCall(Call):
         rule = "the context must come from forward with save_context, in this workspace"
         if not isinstance(context, ForwardContext):
             raise DtypeError(rule, type(context).__name__)
+        if not context.belongs_to(self.schedule):
+            raise ContextError(
+                "backward needs the schedule of the forward call that saved the context",
+                "one from another call, of other ids",
+                "Pass that one, or rebuild the context with recompute_forward_context",
+            )
         parts = [context.gate_routed, context.up_routed]
         if not self.direct:
             parts.append(context.x_routed)  # type: ignore[arg-type]
@@ -130,22 +137,19 @@ class BackwardCall(Call):
                 raise ShapeError(f"{rule}: its ring has {self.ring} rows", saved.shape[0])
 
     def _weight_grads(self, i: int, given: Any, dtype: torch.dtype) -> WeightGrads:
-        weights = [*(r[i] for r in self.routed), *(self.shared or (None, None, None))]
+        experts = len(self.shape.experts_on(self.local_ranks[i]))
+        H, I = self.shape.hidden_size, self.shape.intermediate_size
+        shared = [tuple(w.shape) for w in self.shared] if self.shared is not None else [None] * 3
         found: list[Tensor | None] = []
-        for k, weight in enumerate(weights):
+        for k, size in enumerate([(experts, I, H), (experts, I, H), (experts, H, I), *shared]):
             buffer = given[k] if given is not None else None
-            if weight is None:
+            if size is None:
                 found.append(None)
             elif buffer is None:
-                found.append(self._new(*weight.shape, dtype=dtype))
+                found.append(self._new(*size, dtype=dtype))
             else:
-                check_tensor(
-                    self.workspace,
-                    f"grad of {GRAD_NAMES[k]}",
-                    buffer,
-                    tuple(weight.shape),
-                    (dtype,),
-                )
+                name = f"grad of {GRAD_NAMES[k]}"
+                check_tensor(self.workspace, name, buffer, size, (dtype,))
                 found.append(buffer)
         gate, up, down = found[:3]
         assert gate is not None and up is not None and down is not None
@@ -275,15 +279,15 @@ class BackwardCall(Call):
         heap = None if self.direct else w.backward
         grads, at = self.grads[i], self._address
         shared = self.shared or (None, None, None)
-        routed = [*self.routed[:2], self.transposed[2]] if self.mxfp8 else self.routed
-        gate_t, up_t = (part[i] for part in self.transposed[:2]) if self.mxfp8 else (None, None)
+        gate_t, up_t = (part[i] for part in self.transposed) if self.mxfp8 else (None, None)
         arguments: dict[str, Any] = {
             "x": at(self.x[i]),
             "dy": at(self.dy[i]),
             "router_weights": at(self.weights[i]),
             "shared_scale": self.shared_scale[i].data_ptr() if self.shared_scale else 0,
             **{
-                f"routed_{n}": at(r[i]) for n, r in zip(("gate", "up", "down"), routed, strict=True)
+                f"routed_{n}": at(r[i])
+                for n, r in zip(("gate", "up", "down"), self.routed, strict=True)
             },
             **{f"shared_{n}": at(t) for n, t in zip(("gate", "up", "down"), shared, strict=True)},
             "peer_rank": at(b.peer_rank),
@@ -382,10 +386,9 @@ class BackwardCall(Call):
             found["dy"] = s.scales["dy_ring"]
             found["saved_x"] = self.context.x_scales[i]
             for k, name in enumerate(("gate", "up", "down")):
-                across = self.transposed_scales[k][i]
-                found[f"routed_{name}"] = across if name == "down" else self.scales[k][i]
-                if name != "down":
-                    found[f"routed_{name}_t"] = across
+                found[f"routed_{name}"] = self.scales[k][i]
+            for k, name in enumerate(("gate", "up")):
+                found[f"routed_{name}_t"] = self.transposed_scales[k][i]
         return {f"{name}_scales": self._address(t) for name, t in found.items()}
 
     def sum_backward(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok.arguments import check_tensor, check_tunables, per_rank, stream_of
+from mok.arguments import check_tensor, check_tunables, per_rank, stream_of, version_of
 from mok.config import Config
 from mok.errors import ResourceError, ShapeError
 from mok.kernels_cute import trace
@@ -65,6 +65,14 @@ class Schedule:
         return self.ranks[0].tokens_per_expert
 
 
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([version_of(t) for t in tensors])
+
+
 @dataclass
 class ForwardContext:
     """What backward needs of a forward call, per local rank (BF16; rows of macrobatch 0 only).
@@ -82,6 +90,26 @@ class ForwardContext:
     up_shared: list[Tensor | None] = field(default_factory=list)
     x_scales: list[Tensor] = field(default_factory=list)
     used: bool = False  # by a backward call that did not keep it
+    schedule: Schedule | None = None  # of the call that saved it, where known
+    versions: tuple[int, ...] = ()  # of that schedule's ids
+
+    @staticmethod
+    def of(schedule: Schedule) -> ForwardContext:
+        """An empty context for a call with this schedule."""
+        return ForwardContext(schedule=schedule, versions=_versions(schedule.top_experts))
+
+    def belongs_to(self, schedule: Schedule) -> bool:
+        """Whether its rows are where this schedule says: it is the one of the call that saved it, or was
+        built from the same ids again."""
+        before = self.schedule
+        if before is None or before is schedule:
+            return True
+        ids, others = schedule.top_experts, before.top_experts
+        return (
+            len(ids) == len(others)
+            and all(_same_memory(a, b) for a, b in zip(ids, others, strict=True))
+            and _versions(ids) == self.versions
+        )
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for autograd's saved-tensor hooks."""
@@ -186,6 +214,7 @@ class Call:
     """The checked arguments of one call, and its launches."""
 
     program = trace.FORWARD  # as its trace names it
+    down_orientation = "normal"  # of quantised down weights: what the kernel multiplies with
 
     def __init__(
         self,
@@ -298,7 +327,8 @@ class Call:
                 from mok.mxfp8 import mxfp8_per_rank
 
                 down = name == "routed_down"
-                data, scales = mxfp8_per_rank(workspace, name, value, down)
+                orientation = self.down_orientation if down else "normal"
+                data, scales = mxfp8_per_rank(workspace, name, value, down, orientation)
                 self.scales.append(scales)
             else:
                 data = per_rank(workspace, name, value)
@@ -309,8 +339,13 @@ class Call:
             check_tensor(workspace, "x", self.x[i], (tokens, H), BF16)
             if not recompute:
                 check_tensor(workspace, "router_weights", self.weights[i], (tokens, K), FP32)
-            sizes = ((experts, I, H), (experts, I, H), (experts, H, I))
             kinds = E4M3 if self.scales and self.sizes.scaled else BF16
+            turned = kinds is E4M3 and self.down_orientation == "transposed"
+            sizes = (
+                (experts, I, H),
+                (experts, I, H),
+                (experts, I, H) if turned else (experts, H, I),
+            )
             for name, weight, size in zip(ROUTED, self.routed, sizes, strict=False):
                 check_tensor(workspace, name, weight[i], size, kinds)
         self.shared = self._check_shared(shared, names)
@@ -354,7 +389,7 @@ class Call:
             "x": self.x,
             "router_weights": self.weights,
             "shared_scale": self.shared_scale,
-            **dict(zip(ROUTED, self.routed, strict=False)),
+            **dict(zip(ROUTED, self.routed_given if self.mxfp8 else self.routed, strict=False)),
             **dict(zip(SHARED, self.shared or (), strict=False)),
         }
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from mok import functional
 from mok.config import Config
 from mok.errors import GroupError, MokTimeoutError, ShapeError
+from mok.mxfp8 import Mxfp8Weight, mxfp8_quantize
 
 FORMAT = 1
 SUFFIX = ".mok"
@@ -50,7 +51,7 @@ class Step:
 
     Attributes:
         values: "x", "top_experts", "router_weights", the routed weights and, if they were there,
-            "grad_output" and "shared_scale".
+            "grad_output" and "shared_scale". Of quantised weights each part, as "routed_up.normal.data".
         shared: the shared expert's weights.
         results: of ``RESULTS`` and ``SHARED_RESULTS``, what the call returned.
         why: what made the step worth keeping.
@@ -66,6 +67,7 @@ class Step:
     results: dict[str, list[Tensor]] = field(default_factory=dict)
     why: str = "asked for"
     arch: str = ""
+    precision: str = "bf16"
 
     @property
     def has_nan(self) -> bool:
@@ -79,10 +81,16 @@ def step_of(
 ) -> Step:
     """The step of a call, whose tensors it refers to: ``given`` holds them by name."""
 
-    def each(value: Any) -> list[Tensor]:
-        return [value] if isinstance(value, Tensor) else list(value)
-
-    values = {name: each(v) for name, v in given.items() if v is not None and name not in SHARED}
+    values: dict[str, list[Tensor]] = {}
+    for name, value in given.items():
+        if value is None or name in SHARED:
+            continue
+        ranks: list[Any] = [value] if isinstance(value, (Tensor, Mxfp8Weight)) else list(value)
+        if not isinstance(ranks[0], Mxfp8Weight):
+            values[name] = ranks
+            continue
+        parts = [weight.parts() for weight in ranks]
+        values |= {f"{name}.{part}": [p[part] for p in parts] for part in parts[0]}
     values["top_experts"] = list(schedule.top_experts)
     return Step(
         config,
@@ -93,6 +101,7 @@ def step_of(
         values,
         [given[n] for n in SHARED if given.get(n) is not None],
         arch=workspace.arch,
+        precision=workspace.precision,
     )
 
 
@@ -127,13 +136,13 @@ def save(step: Step, path: str | os.PathLike[str], *, weights: bool = True) -> P
     for name, tensors in step.results.items():
         hashes[name] = [digest(t) for t in tensors]
     if not weights:
-        for name in ROUTED:
-            del kept[name]
+        kept = {n: v for n, v in kept.items() if n.split(".")[0] not in ROUTED}
         shared = []
     document = {
         "format": FORMAT,
         "why": step.why,
         "arch": step.arch,
+        "precision": step.precision,
         "config": dataclasses.asdict(step.config),
         "ep_size": step.ep_size,
         "local_ranks": list(step.local_ranks),
@@ -208,6 +217,8 @@ class _Observer:
         place = schedule.ranks[0].num_rows.data_ptr()
         if before is not None and "grad_output" in given and place == self._schedule:
             self.last.results = before.results
+            # Backward may have been given down weights in one orientation only.
+            self.last.values = before.values | self.last.values
         self._schedule = place
 
     def end(self, results: dict[str, Any]) -> None:
@@ -274,12 +285,14 @@ def replay(
     documents = load(paths)
     first = documents[0]
     device = torch.device(device)
-    whole, shared = _together(documents, weights)
+    whole, shared = _together(documents, weights, device)
     config = config or Config(**first["config"])
     lengths = [len(t) for d in documents for t in d["values"]["top_experts"]]
     there = {name: t.to(device) for name, t in whole.items()}
     experts: list[Any] = [t.to(device) for t in shared] or [None] * 3
-    shape = whole["routed_gate"].shape
+    precision = first.get("precision", "bf16")
+    routed = [_routed(name, there, precision) for name in ROUTED]
+    shape = routed[0].shape
     with functional.create_workspace(
         config,
         device=device,
@@ -289,11 +302,11 @@ def replay(
         num_experts=first["num_experts"],
         topk=whole["top_experts"].shape[1],
         shared_intermediate_size=None if experts[0] is None else experts[0].shape[0],
+        precision=precision,
     ) as workspace:
         call: Any = functional
         arguments = (
-            there["x"], there["router_weights"], *experts, *(there[n] for n in ROUTED),
-            first["swiglu_limit"],
+            there["x"], there["router_weights"], *experts, *routed, first["swiglu_limit"],
         )  # fmt: skip
         scale = there.get("shared_scale")
         schedule = functional.build_schedule(workspace, config, there["top_experts"])
@@ -320,28 +333,54 @@ def _grad_dtype(document: dict[str, Any]) -> torch.dtype:
     return torch.float32 if document.get("grad_dtype") == "float32" else torch.bfloat16
 
 
+def _routed(name: str, values: dict[str, Tensor], precision: str) -> Any:
+    """A routed weight of all ranks."""
+    if precision == "bf16":
+        return values[name]
+    parts = {n.removeprefix(f"{name}."): t for n, t in values.items() if n.startswith(f"{name}.")}
+    # As the weight lies: values keep its layout in both orientations, data is transposed in one.
+    experts, rows, columns = next(iter(parts.values())).shape
+    return Mxfp8Weight.of_parts((experts, rows, columns), parts)
+
+
+def _parts_of(master: Tensor, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+    """Those parts of a weight that a capture names, quantised again."""
+    wanted = list(names)
+    expanded = any(name.endswith(".values") for name in wanted)
+    made = mxfp8_quantize(master.to(device).bfloat16(), expanded=expanded).parts()
+    return {name: made[name].cpu() for name in wanted}
+
+
 def _together(
-    documents: Sequence[dict[str, Any]], weights: dict[str, Tensor] | None
+    documents: Sequence[dict[str, Any]], weights: dict[str, Tensor] | None, device: torch.device
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """All ranks' tokens and experts, one after the other; the shared expert is the same on all."""
     whole: dict[str, Tensor] = {}
     for name in documents[0]["values"]:
         whole[name] = torch.cat([t for d in documents for t in d["values"][name]])
     shared = documents[0]["shared"]
-    if "routed_gate" not in whole:
+    if not any(name.split(".")[0] in ROUTED for name in whole):
         if weights is None:
             raise ShapeError(
                 "this capture holds hashes of the weights only",
                 documents[0]["why"],
                 "Pass the weights of that step, or capture with weights=True",
             )
-        whole |= {name: weights[name].cpu() for name in ROUTED}
         shared = [weights[name].cpu() for name in SHARED if name in weights]
         for name in ROUTED:
-            want = [h for d in documents for h in d["hashes"][name]]
-            sizes = [len(part) for part in _split_experts(whole[name], documents)]
-            if [digest(t) for t in whole[name].split(sizes)] != want:
-                raise ShapeError("the weights must be those of the captured step", name)
+            parts = [
+                n.partition(".")[2] for n in documents[0]["hashes"] if n.startswith(f"{name}.")
+            ]
+            found = {name: weights[name].cpu()}
+            if parts:
+                made = _parts_of(weights[name], parts, device)
+                found = {f"{name}.{part}": tensor for part, tensor in made.items()}
+            for part, tensor in found.items():
+                want = [h for d in documents for h in d["hashes"][part]]
+                sizes = [len(t) for t in _split_experts(tensor, documents)]
+                if [digest(t) for t in tensor.split(sizes)] != want:
+                    raise ShapeError("the weights must be those of the captured step", name)
+            whole |= found
     return whole, shared
 
 

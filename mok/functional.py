@@ -80,6 +80,7 @@ _UPSTREAM = (
     "MoKConfig", "MoKForwardContext", "MoKSchedule", "MoKWorkspace", "validate_inputs",
     "validate_workspace_args",
 )  # fmt: skip
+_UPSTREAM_ROUTED = ("backward_routed", "forward_routed", "recompute_forward_context_routed")
 
 
 def __getattr__(name: str) -> Any:
@@ -88,6 +89,10 @@ def __getattr__(name: str) -> Any:
         from mok import upstream
 
         return getattr(upstream, name)
+    if name in _UPSTREAM_ROUTED:
+        from mok import upstream_routed
+
+        return getattr(upstream_routed, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -389,7 +394,7 @@ def forward(
     call.zero_counters(workspace.sizes.counters.size, workspace.counter_words)
     call.stage_x()
     workspace.barrier()
-    context = ForwardContext() if save_context else None
+    context = ForwardContext.of(schedule) if save_context else None
     shared_y = [call.run_forward(i, context) for i in range(call.count)]
     workspace.barrier()
     outputs = [call.sum_forward(i, shared_y[i]) for i in range(call.count)]
@@ -424,7 +429,7 @@ def recompute_forward_context(
     call.zero_counters(workspace.sizes.counters.size, workspace.counter_words)
     call.stage_x()
     workspace.barrier()
-    context = ForwardContext()
+    context = ForwardContext.of(schedule)
     for i in range(call.count):
         call.run_forward(i, context, recompute=True)
     workspace.barrier()
@@ -480,7 +485,7 @@ def backward(
         expert.
 
     Raises:
-        As ``forward``; ContextError: the context has been used.
+        As ``forward``; ContextError: the context has been used, or is of a call with another schedule.
     """
     if getattr(forward_context, "used", False):
         raise ContextError(

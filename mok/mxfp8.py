@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mok.arguments import version_of
 from mok.errors import DtypeError, MokError, ShapeError
 from mok.reference.mxfp8 import Quantised, expand, quantise, tile_scales, untile_scales
 
@@ -84,32 +85,43 @@ class Mxfp8Weight:
 
     @staticmethod
     def of(
-        data: Tensor, scales: Tensor, transposed: tuple[Tensor, Tensor] | None = None
+        data: Tensor | None,
+        scales: Tensor | None,
+        transposed: tuple[Tensor, Tensor] | None = None,
     ) -> Mxfp8Weight:
         """Weights that someone else has quantised.
 
         Args:
-            data: float8_e4m3fn (or its bytes as uint8) [E, M, N] or [M, N].
-            scales: float8_e8m0fnu (or uint8), [.., M, N/32] or in tiles [.., M/128, N/128, 32, 16].
+            data: float8_e4m3fn (or its bytes as uint8) [E, M, N] or [M, N]; None where only
+                ``transposed`` is there, which backward takes of down weights.
+            scales: float8_e8m0fnu (or uint8), [.., M, N/32] or in tiles [.., M/128, N/128, 32, 16];
+                experts may be folded into the first dimension of tiles.
             transposed: the same of the transposed weight, data [.., N, M]; backward needs it.
 
         Raises:
             DtypeError, ShapeError: what is wrong, and with which tensor.
         """
-        normal = _checked("data", data, scales)
-        other = None
-        assert normal.data is not None
-        experts, rows, columns = normal.data.shape
-        if transposed is not None:
-            other = _checked("transposed data", *transposed)
-            assert other.data is not None
-            if other.data.shape != (experts, columns, rows):
-                raise ShapeError(
-                    f"transposed data must be [{experts}, {columns}, {rows}]: the weight's transpose, "
-                    "quantised along its last dimension",
-                    list(other.data.shape),
-                    "Quantise weight.transpose(-1, -2).contiguous()",
-                )
+        if (data is None) != (scales is None):
+            raise DtypeError("data and its scales come together", "one of them")
+        normal = None if data is None or scales is None else _checked("data", data, scales)
+        other = None if transposed is None else _checked("transposed data", *transposed)
+        if normal is None and other is None:
+            raise ShapeError("a weight needs data and scales in one orientation", "neither")
+        if normal is not None:
+            assert normal.data is not None
+            experts, rows, columns = normal.data.shape
+            if other is not None:
+                assert other.data is not None
+                if other.data.shape != (experts, columns, rows):
+                    raise ShapeError(
+                        f"transposed data must be [{experts}, {columns}, {rows}]: the weight's "
+                        "transpose, quantised along its last dimension",
+                        list(other.data.shape),
+                        "Quantise weight.transpose(-1, -2).contiguous()",
+                    )
+        else:
+            assert other is not None and other.data is not None
+            experts, columns, rows = other.data.shape
         return Mxfp8Weight((experts, rows, columns), normal, other)
 
     def split(self, lengths: Sequence[int]) -> list[Mxfp8Weight]:
@@ -125,6 +137,37 @@ class Mxfp8Weight:
             Mxfp8Weight((count, *self.shape[1:]), *parts)
             for count, *parts in zip(lengths, normal, transposed, strict=True)
         ]
+
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors by name ("normal.data", "transposed.scales", …), bytes as uint8; for files."""
+        found = {}
+        for orientation in ("normal", "transposed"):
+            part = getattr(self, orientation)
+            if part is None:
+                continue
+            tiles = part.with_layout("tile")
+            for name in ("data", "scales", "values"):
+                tensor = getattr(tiles, name)
+                if tensor is not None:
+                    plain = tensor if name == "values" else tensor.view(torch.uint8)
+                    found[f"{orientation}.{name}"] = plain
+        return found
+
+    @staticmethod
+    def of_parts(shape: tuple[int, int, int], parts: dict[str, Tensor]) -> Mxfp8Weight:
+        """The inverse of ``parts``."""
+
+        def part(orientation: str) -> MxTensor | None:
+            data, scales, values = (
+                parts.get(f"{orientation}.{name}") for name in ("data", "scales", "values")
+            )
+            if data is None and values is None:
+                return None
+            return MxTensor(
+                None if data is None else data.view(torch.float8_e4m3fn), scales, values
+            )
+
+        return Mxfp8Weight(shape, part("normal"), part("transposed"))
 
     def take(self, orientation: str) -> MxTensor:
         """An orientation, or an error that says what is missing."""
@@ -151,15 +194,22 @@ def _checked(name: str, data: Tensor, scales: Tensor) -> MxTensor:
     check_size(name, rows, columns)
     plain = (experts, rows, columns // 32)
     tiles = (experts, rows // TILE, columns // TILE, 32, 16)
-    for size in (plain, tiles):
-        if scales.numel() == data.numel() // 32 and scales.shape in (size, size[1:]):
+    folded = (experts * tiles[1], *tiles[2:])
+    known: tuple[tuple[tuple[int, ...], ...], ...] = (
+        (plain, plain[1:]),
+        (tiles, tiles[1:], folded),
+    )
+    for size, *others in known:
+        if scales.numel() == data.numel() // 32 and scales.shape in (size, *others):
             kind = torch.float8_e8m0fnu if size == plain else torch.uint8
             return MxTensor(
                 data.contiguous().view(torch.float8_e4m3fn),
                 scales.contiguous().view(size).view(kind),
             )
     hint = ""
-    if scales.shape[-2:] == (columns, rows // 32):
+    turned = (columns // TILE, rows // TILE, 32, 16)
+    wrong = ((experts, *turned), turned, (experts * turned[0], *turned[1:]))
+    if scales.shape[-2:] == (columns, rows // 32) or scales.shape in wrong:
         hint = "They are those of the transposed weight"
     raise ShapeError(
         f"the scales of {name} must be {list(plain)} or in tiles {list(tiles)}",
@@ -220,7 +270,7 @@ def mxfp8_quantize(
     weight = (weight if weight.dim() == 3 else weight.unsqueeze(0)).contiguous()
     experts, rows, columns = weight.shape
     check_size("the weight", rows, columns)
-    arch = _arch(weight)
+    arch = kernel_arch(weight)
     if expanded is None:
         expanded = arch == "sm_90a"
     if arch is None:
@@ -230,7 +280,7 @@ def mxfp8_quantize(
     return Mxfp8Weight((experts, rows, columns), along, across)
 
 
-def _arch(weight: Tensor) -> str | None:
+def kernel_arch(weight: Tensor) -> str | None:
     """What to compile for; None where no kernel runs."""
     from mok.runtime.launch import active_emulator
 
@@ -262,7 +312,7 @@ def _kernel(
     weight: Tensor, normal: bool, transposed: bool, layout: str, expanded: bool, arch: str
 ) -> tuple[MxTensor | None, MxTensor | None]:
     from mok import kernels
-    from mok.arguments import stream_handle
+    from mok.arguments import on, stream_handle
     from mok.runtime.compile import get_kernel
     from mok.runtime.launch import launch
 
@@ -284,15 +334,17 @@ def _kernel(
         empty(columns, rows) if transposed else None,
     )
     if experts and (normal or transposed):
-        launch(
-            get_kernel(kernels.quantise_spec(arch, normal, transposed, expanded, layout == "tile")),
-            weight.data_ptr(),
-            *(address for part in parts for address in addresses(part)),
-            rows,
-            columns,
-            experts,
-            stream_handle(weight.device),
-        )
+        spec = kernels.quantise_spec(arch, normal, transposed, expanded, layout == "tile")
+        with on(weight.device):
+            launch(
+                get_kernel(spec),
+                weight.data_ptr(),
+                *(address for part in parts for address in addresses(part)),
+                rows,
+                columns,
+                experts,
+                stream_handle(weight.device),
+            )
     return parts
 
 
@@ -325,9 +377,12 @@ def for_kernel(weight: Mxfp8Weight, orientation: str, scaled: bool) -> MxTensor:
 
 
 def mxfp8_per_rank(
-    workspace: Workspace, name: str, value: Any, is_down: bool
+    workspace: Workspace, name: str, value: Any, is_down: bool, orientation: str = "normal"
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """(what the kernel multiplies with, its scales or None) per local rank, of quantised weights."""
+    """(what the kernel multiplies with, its scales or None) per local rank, of quantised weights.
+
+    Transposed E4M3 is [E, N, M]; the values as BF16 stay in the layout of the weight.
+    """
     values = [value] if isinstance(value, Mxfp8Weight) else value
     count = len(workspace.group.local_ranks)
     if not isinstance(values, Sequence) or not all(isinstance(v, Mxfp8Weight) for v in values):
@@ -349,8 +404,9 @@ def mxfp8_per_rank(
                 f"{list(weight.shape)}: that is its transpose",
                 "Quantise the weight itself; mxfp8_quantize makes both orientations",
             )
-    parts = [for_kernel(v, "normal", workspace.sizes.scaled) for v in values]
-    data = [p.values if p.values is not None else p.data for p in parts]
+    scaled = workspace.sizes.scaled
+    parts = [for_kernel(v, orientation, scaled) for v in values]
+    data = [p.data if scaled else p.values for p in parts]
     return [d for d in data if d is not None], [p.scales for p in parts]
 
 
@@ -358,8 +414,9 @@ class QuantisedMasters:
     """MXFP8 copies of master weights, made again when a master has changed.
 
     A change is seen by torch's version counter (optimizers and ``copy_`` count), and by another address or
-    device. What it cannot see is a write behind torch's back: through ``weight.data``, or by a kernel. In
-    debug mode a checksum finds these, too.
+    device. What it cannot see is a write behind torch's back: through ``weight.data``, by a kernel, or by
+    the replay of a graph that holds the optimizer. In debug mode a checksum finds these, too. A graph that
+    captures a use has the quantiser in it: its replays take what the master holds then.
     """
 
     def __init__(self) -> None:
@@ -373,7 +430,10 @@ class QuantisedMasters:
         Raises:
             MokError: in debug mode, for a master that changed and whose version did not.
         """
-        seen = (master._version, master.data_ptr(), master.device)
+        if capturing(master.device):
+            # Replays do not come here, and what they wrote is in the graph's own memory: not for others.
+            return mxfp8_quantize(master.detach().bfloat16(), transposed=transposed)
+        seen = (version_of(master), master.data_ptr(), master.device)
         found = self._made.get(name)
         enough = found is not None and (not transposed or found[2].transposed is not None)
         if found is None or found[0] != seen or not enough:
@@ -395,6 +455,11 @@ class QuantisedMasters:
     def clear(self) -> None:
         """Forget all copies: the next use makes new ones."""
         self._made.clear()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether torch's current stream is recording a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def checksum(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok import functional
+from mok import functional, upstream_ops
 from mok.call import ForwardContext, Schedule
 from mok.errors import DtypeError, ShapeError
 from mok.layer_spec import LayerSpec, join, layer_spec, split, views
@@ -477,3 +477,10 @@ def forward_quantised(*arguments: Any) -> Tensor:
     quantised weights. torch.compile breaks its graph here."""
     output: Tensor = _Quantised.apply(*arguments)
     return output
+
+
+# ---------------------------------------------------------------------- the reference system's
+
+# Its callers import these from here.
+mxfp8_quantize, schedule = upstream_ops.mxfp8_quantize, upstream_ops.schedule
+fwd_epilogue, bwd_epilogue = upstream_ops.fwd_epilogue, upstream_ops.bwd_epilogue

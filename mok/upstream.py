@@ -19,12 +19,15 @@ from torch import Tensor
 from mok import call, functional
 from mok.arguments import check_tensor
 from mok.config import MAX_TOPK, Config, Shape, _require_int
-from mok.errors import DtypeError, GroupError, ResourceError, ShapeError
+from mok.errors import DtypeError, GroupError, MokError, ResourceError, ShapeError
+from mok.mxfp8 import Mxfp8Weight
+from mok.upstream_weights import routed_weights
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group
     from mok.runtime.workspace import Workspace
 
+RoutedWeight = Tensor | Sequence[Tensor]
 # main_grads comes as (shared gate, routed gate, shared up, routed up, shared down, routed down).
 _GRADS = (1, 3, 5, 0, 2, 4)
 _ABSENT: Any = object()
@@ -88,9 +91,10 @@ class MoKSchedule:
 class MoKForwardContext:
     """What backward needs, BF16. x_routed [ring, H] (empty at EP = 1), gate and up [ring, I], the shared
     expert's [T, I] (empty without one); hidden_* are empty: backward forms them from gate and up.
-    A context can be used more than once."""
+    With MXFP8 weights x_routed is there at EP = 1, too; on Blackwell it is (E4M3 bytes [ring, H], scales
+    uint8 [ring * H / 32]). A context can be used more than once."""
 
-    x_routed: Tensor
+    x_routed: Tensor | tuple[Tensor, Tensor]
     gate_shared: Tensor
     gate_routed: Tensor
     up_shared: Tensor
@@ -117,28 +121,59 @@ class MoKWorkspace:
     topk: int
     schedule_capacity: int
     group: Group
-    inner: dict[tuple[int, Config], Workspace] = field(default_factory=dict)
+    inner: dict[tuple[int, Config, str], Workspace] = field(default_factory=dict)
+    noted: MokError | None = None  # by the schedule of a workspace that has been closed since
 
-    def of(self, config: MoKConfig, num_experts: int) -> Workspace:
-        """Ours for a number of experts on all ranks; made at its first use (collective)."""
+    def of(self, config: MoKConfig, num_experts: int, precision: str = "") -> Workspace:
+        """Ours for a number of experts on all ranks; made at its first use (collective).
+
+        ``precision``: "bf16" or "mxfp8"; "" takes what is there, as a schedule serves both.
+        """
         ours = config.config()
         # What no buffer is sized by may change between calls.
         key = (num_experts, Config(1, 1, ours.minibatch_size, ours.macrobatch_size))
+        open_ = {p: w for p in ("bf16", "mxfp8") if (w := self._open((*key, p))) is not None}
+        found = open_.get(precision) if precision else next(iter(open_.values()), None)
+        if found is not None:
+            return found
+        precision = precision or "bf16"
+        made = functional.create_workspace(
+            ours, self.group, device=self.device, max_tokens=self.num_local_tokens,
+            hidden_size=self.hidden_size, intermediate_size=128 if precision == "mxfp8" else 64,
+            num_experts=num_experts, topk=self.topk, precision=precision,
+        )  # fmt: skip
+        self.inner[*key, precision] = made
+        other = open_.get("bf16")
+        if precision == "mxfp8" and other is not None and other.last_launch is None:
+            # Made for the first schedule, before the weights told the precision; nothing else used it.
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.group.barrier("MoKWorkspace: the schedule's workspace is not needed any more")
+            try:
+                other.check()
+            except MokError as error:
+                self.noted = error  # raised after the call, in which peers wait for this rank
+            other.close()
+        return made
+
+    def check(self, used: Workspace) -> None:
+        """After a call of one: raise what a schedule of another has noted, such as a bad id."""
+        if self.noted is not None:
+            error, self.noted = self.noted, None
+            raise error
+        for made in self.inner.values():
+            if made is not used and not made.closed:
+                made.check_call()
+
+    def _open(self, key: tuple[int, Config, str]) -> Workspace | None:
         found = self.inner.get(key)
-        if found is None or found.closed:
-            found = functional.create_workspace(
-                ours, self.group, device=self.device, max_tokens=self.num_local_tokens,
-                hidden_size=self.hidden_size, intermediate_size=64, num_experts=num_experts,
-                topk=self.topk,
-            )  # fmt: skip
-            self.inner[key] = found
-        return found
+        return None if found is None or found.closed else found
 
     @property
     def x_buffer(self) -> Tensor:
         """BF16 [T, H] in the symmetric heap: an x that lives here is not copied (EP > 1)."""
         for made in self.inner.values():
-            if made.x is not None:
+            if not made.closed and made.x is not None:
                 return made.x.local
         raise ResourceError(
             "x_buffer exists from the first build_schedule on, at EP > 1", f"EP {self.ep_size}"
@@ -294,41 +329,34 @@ def validate_inputs(
         check_tensor(workspace, "grad_output", grad_output, rows, (torch.bfloat16,))
 
 
-def _weight(name: str, value: Any) -> Tensor:
-    """A routed weight [El, ., .]; one tensor per expert is put together (a copy)."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, Sequence) and value and all(isinstance(t, Tensor) for t in value):
-        if any(t.dtype != torch.bfloat16 for t in value):
-            raise DtypeError(
-                f"{name} must be BF16",
-                ", ".join(str(t.dtype).removeprefix("torch.") for t in value),
-                "Pass the BF16 weights; MXFP8 pairs are not taken here",
-            )
-        if all(t.dim() == 2 for t in value):
-            return torch.stack(list(value))
-    raise DtypeError(f"{name} must be a tensor, or one per expert", type(value).__name__)
-
-
 class _Arguments:
     """The workspace and the weights of a call, as ours takes them."""
 
     def __init__(
         self, config: MoKConfig, workspace: MoKWorkspace, schedule: MoKSchedule,
-        shared: Sequence[Tensor | None], routed: Sequence[Any],
+        shared: Sequence[Tensor | None], routed: Sequence[Any], backward: bool = False,
     ) -> None:  # fmt: skip
-        names = ("routed_gate_weights", "routed_up_weights", "routed_down_weights")
-        self.routed: Any = [_weight(n, w) for n, w in zip(names, routed, strict=False)]
+        self.routed: Any = routed_weights(routed, backward)
         self.shared: Any = list(shared)
         self.config = config.config()
         gate = self.routed[0]
-        if gate.dim() != 3:
+        if len(gate.shape) != 3:
             raise ShapeError(
-                f"{names[0]} must have the shape [El, I, H]", list(gate.shape), "Stack the experts"
-            )
-        self.workspace = workspace.of(config, gate.shape[0] * workspace.ep_size)
+                "routed_gate_weights must have the shape [El, I, H]", list(gate.shape),
+                "Stack the experts",
+            )  # fmt: skip
+        precision = "mxfp8" if isinstance(gate, Mxfp8Weight) else "bf16"
+        self.workspace = workspace.of(config, gate.shape[0] * workspace.ep_size, precision)
         width = None if shared[0] is None else shared[0].shape[0]
         self.workspace.fit(gate.shape[1], width)
+        have = (len(schedule.tokens_per_expert), len(schedule.peer_rank))
+        want = (gate.shape[0], self.workspace.sizes.capacity)
+        if have != want or schedule.top_experts.shape[1] != workspace.topk:
+            raise ShapeError(
+                f"the schedule must be of this workspace and of {want[0]} experts, with {want[1]} rows",
+                f"one of {have[0]} experts with {have[1]} rows",
+                "Build it with num_local_experts of the weights",
+            )
         buffers = _buffers(schedule, self.workspace)
         self.schedule = call.Schedule([buffers], [schedule.top_experts])
 
@@ -336,11 +364,24 @@ class _Arguments:
 def _buffers(schedule: MoKSchedule, workspace: Workspace) -> Any:
     from mok.runtime.workspace import ScheduleBuffers
 
+    route_row = None
+    if workspace.sizes.direct:
+        # A schedule that was built while only MXFP8 layers used the workspace has none.
+        route_row = schedule.route_row if schedule.route_row.numel() else _route_row(schedule)
     return ScheduleBuffers(
         workspace.group.rank, schedule.peer_rank, schedule.peer_token_idx, schedule.num_tokens,
-        schedule.tokens_per_expert, schedule.expert_offset, schedule.block_expert,
-        schedule.route_row if schedule.route_row.numel() else None,
+        schedule.tokens_per_expert, schedule.expert_offset, schedule.block_expert, route_row,
     )  # fmt: skip
+
+
+def _route_row(schedule: MoKSchedule) -> Tensor:
+    """The row of each route of the one rank there is, -1 for a dropped one: int32 [T * K]."""
+    places, count = schedule.peer_token_idx, schedule.top_experts.numel()
+    rows = torch.arange(len(places), dtype=torch.int32, device=places.device)
+    used = (rows < schedule.num_tokens) & (places >= 0)
+    found = rows.new_full((count + 1,), -1)
+    found[torch.where(used, places, count).long()] = rows  # padding goes to the last one
+    return found[:count].contiguous()
 
 
 def _gate(x: Tensor, weight: Tensor | None) -> Tensor | None:
@@ -354,19 +395,29 @@ def _context(made: call.ForwardContext) -> MoKForwardContext:
     def first(part: Sequence[Tensor | None]) -> Tensor:
         return none if part[0] is None else part[0]
 
+    x = first(made.x_routed)
     return MoKForwardContext(
-        first(made.x_routed), first(made.gate_shared), made.gate_routed[0],
-        first(made.up_shared), made.up_routed[0], none, none,
+        (x, made.x_scales[0]) if made.x_scales else x, first(made.gate_shared),
+        made.gate_routed[0], first(made.up_shared), made.up_routed[0], none, none,
     )  # fmt: skip
 
 
-def _ours(context: MoKForwardContext, direct: bool, shared: bool) -> call.ForwardContext:
+def _ours(context: MoKForwardContext, workspace: Workspace, shared: bool) -> call.ForwardContext:
+    x, scales = context.x_routed, None
+    if not isinstance(x, Tensor):
+        x, scales = x
+    if (scales is not None) != workspace.sizes.scaled or (not x.numel()) != workspace.sizes.direct:
+        raise ShapeError(
+            "forward_context must be of a forward call with weights of the same precision",
+            f"another one, for {workspace.precision} weights",
+        )
     return call.ForwardContext(
-        [None if direct else context.x_routed],
+        [None if workspace.sizes.direct else x],
         [context.gate_routed],
         [context.up_routed],
         [context.gate_shared if shared else None],
         [context.up_shared if shared else None],
+        [] if scales is None else [scales],
     )
 
 
@@ -379,9 +430,9 @@ def forward(
     shared_gate_weights: Tensor | None,
     shared_up_weights: Tensor | None,
     shared_down_weights: Tensor | None,
-    routed_gate_weights: Tensor | Sequence[Tensor],
-    routed_up_weights: Tensor | Sequence[Tensor],
-    routed_down_weights: Tensor | Sequence[Tensor],
+    routed_gate_weights: RoutedWeight,
+    routed_up_weights: RoutedWeight,
+    routed_down_weights: RoutedWeight,
     swiglu_limit: float | None = None,
     *,
     shared_output_gate_weight: Tensor | None = None,
@@ -390,7 +441,8 @@ def forward(
 
     Args:
         shared weights: of any width, or all None.
-        routed weights: [El, ., .], or one tensor per expert (they are copied together).
+        routed weights: BF16 [El, ., .], or one tensor per expert (they are copied together), or
+            (data, scales) as ``mok.ops.mxfp8_quantize`` returns them.
         shared_output_gate_weight: BF16 [1, H]; the shared expert's result is multiplied by
             sigmoid(x . w), formed in FP32.
     """
@@ -404,6 +456,7 @@ def forward(
         shared_scale=_gate(x, shared_output_gate_weight),
     )  # fmt: skip
     assert context is not None
+    workspace.check(a.workspace)
     return output, _context(context)
 
 
@@ -414,8 +467,8 @@ def recompute_forward_context(
     x: Tensor,
     shared_gate_weights: Tensor | None,
     shared_up_weights: Tensor | None,
-    routed_gate_weights: Tensor | Sequence[Tensor],
-    routed_up_weights: Tensor | Sequence[Tensor],
+    routed_gate_weights: RoutedWeight,
+    routed_up_weights: RoutedWeight,
     swiglu_limit: float | None = None,
 ) -> MoKForwardContext:
     """The context of a forward call, rebuilt (collective)."""
@@ -424,11 +477,11 @@ def recompute_forward_context(
         config, workspace, schedule, (shared_gate_weights, shared_up_weights),
         (routed_gate_weights, routed_up_weights),
     )  # fmt: skip
-    return _context(
-        _layer.recompute_forward_context(
-            a.config, a.workspace, a.schedule, x, *a.shared, *a.routed, swiglu_limit
-        )
+    context = _layer.recompute_forward_context(
+        a.config, a.workspace, a.schedule, x, *a.shared, *a.routed, swiglu_limit
     )
+    workspace.check(a.workspace)
+    return _context(context)
 
 
 def backward(
@@ -442,9 +495,9 @@ def backward(
     shared_gate_weights: Tensor | None,
     shared_up_weights: Tensor | None,
     shared_down_weights: Tensor | None,
-    routed_gate_weights: Tensor | Sequence[Tensor],
-    routed_up_weights: Tensor | Sequence[Tensor],
-    routed_down_weights: Tensor | Sequence[Tensor],
+    routed_gate_weights: RoutedWeight,
+    routed_up_weights: RoutedWeight,
+    routed_down_weights: RoutedWeight,
     swiglu_limit: float | None = None,
     main_grads: Sequence[Tensor] | None = None,
     main_grad_storage_tables: Any = None,
@@ -456,6 +509,8 @@ def backward(
     ``shared_output_gate_weight`` is named, even as None, its gradient FP32 [1, H] or None (collective).
 
     Args:
+        routed weights: as in forward; in MXFP8 (data, scales, transposed data, its scales) of gate and
+            up, and (transposed data, its scales) of down.
         shared_output_gate_main_grad: [1, H], added to and returned instead of a new tensor.
         main_grads: BF16 or FP32 buffers to add the weight gradients to, as (shared gate, routed gate,
             shared up, routed up, shared down, routed down); they are returned.
@@ -474,7 +529,7 @@ def backward(
         )
     a = _Arguments(
         config, workspace, schedule, (shared_gate_weights, shared_up_weights, shared_down_weights),
-        (routed_gate_weights, routed_up_weights, routed_down_weights),
+        (routed_gate_weights, routed_up_weights, routed_down_weights), backward=True,
     )  # fmt: skip
     more: dict[str, Any] = {}
     if main_grads is not None:
@@ -486,10 +541,11 @@ def backward(
     scale = _gate(x, gate)
     results = _layer.backward(
         a.config, a.workspace, a.schedule,
-        _ours(forward_context, a.workspace.sizes.direct, shared_gate_weights is not None),
+        _ours(forward_context, a.workspace, shared_gate_weights is not None),
         grad_output, x, router_weights, *a.shared, *a.routed, swiglu_limit, shared_scale=scale,
         **more,
     )  # fmt: skip
+    workspace.check(a.workspace)
     if shared_output_gate_weight is _ABSENT:
         return results
     if gate is None or scale is None:

@@ -269,7 +269,7 @@ class Workspace:
             intermediate_size=intermediate_size,
             shared_intermediate_size=shared_intermediate_size,
         )
-        sizes = plan_workspace(shape, self.config, self.max_tokens, self.arch)
+        sizes = plan_workspace(shape, self.config, self.max_tokens, self.arch, self.precision)
         before = {b.name: b for b in self.sizes if b.place == "local"}
         made = {
             b.name: self._empty(b) for b in sizes if b.place == "local" and before.get(b.name) != b

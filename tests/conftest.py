@@ -5,6 +5,8 @@ import fcntl
 import functools
 import importlib.util
 import os
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,30 @@ import torch
 
 # The matrices of tests are small: threads cost more than they give, above all under xdist.
 torch.set_num_threads(1)
+
+
+def _share_out_gpus() -> list[str]:
+    """With several workers and GPUs, give each worker another first GPU; returns the GPUs, its own first.
+
+    By the environment, before CUDA is asked for the first time: it then holds for a test's child processes too.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        listed: list[str] = []
+        if shutil.which("nvidia-smi"):
+            command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+            listed = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        given = ",".join(listed)
+    names = [name for name in given.split(",") if name]
+    if len(names) > 1 and not torch.cuda.is_initialized():
+        first = int(worker) % len(names)
+        names = names[first:] + names[:first]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    return names or ["none"]
+
+
+GPUS = _share_out_gpus()
 
 
 @functools.cache
@@ -65,15 +91,19 @@ def _locked(name: str, how: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _gpu_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With several workers, a test marked ``alone`` waits until no other one uses a GPU, then keeps them off."""
-    if not (request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multi_gpu")):
+    """With several workers, a test marked ``alone`` waits until no other one uses its GPU, then keeps them off."""
+    marked = {mark.name for mark in request.node.iter_markers()}
+    if not marked & {"gpu", "multi_gpu"}:
         yield
         return
-    alone = request.node.get_closest_marker("alone") is not None
+    # All workers take several GPUs in one order, so that no two wait for each other.
+    used = sorted(GPUS) if marked & {"multi_gpu", "spread"} else GPUS[:1]
     with contextlib.ExitStack() as stack:
-        # Through a gate, which one who waits for the GPU holds: nobody overtakes.
-        with _locked("gate", fcntl.LOCK_EX):
-            stack.enter_context(_locked("gpu", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        for gpu in used:
+            # Through a gate, which one who waits for the GPU holds: nobody overtakes.
+            with _locked(f"gate-{gpu}", fcntl.LOCK_EX):
+                how = fcntl.LOCK_EX if "alone" in marked else fcntl.LOCK_SH
+                stack.enter_context(_locked(f"gpu-{gpu}", how))
         yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**32:
         torch.cuda.empty_cache()  # this worker may not need it again for long, others do

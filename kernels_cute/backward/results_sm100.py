@@ -43,7 +43,8 @@ class Results(Invariant):
         """d_gate, d_up, w·hidden and the router-gradient partials of 64 columns at a time.
 
         The thread reads its row of gate and up from memory, a piece ahead. The three results need three
-        staging buffers at once, and a fourth, since the store warp frees one only after the next store.
+        staging buffers at once, and a fourth, so that the last store need not be waited for
+        (``Staging.store_together``).
         """
         kernel, main, staging = self.kernel, self.main, self.kernel.staging
         stores, stages, limit = shared.stores, self.kernel.staging.stages, ctx.swiglu_limit
@@ -60,8 +61,7 @@ class Results(Invariant):
             part = Float32(0.0)
             second, second_phase = advance(chunk, chunk_phase, stages)
             third, third_phase = advance(second, second_phase, stages)
-            cute.arch.mbarrier_wait(stores.empty + chunk, chunk_phase ^ 1)
-            cute.arch.mbarrier_wait(stores.empty + second, second_phase ^ 1)
+            # They are freed in their order.
             cute.arch.mbarrier_wait(stores.empty + third, third_phase ^ 1)
             targets = [sD_row + at * staging.chunk_bytes for at in (chunk, second, third)]
             for piece in cutlass.range_constexpr(pieces):

@@ -143,7 +143,7 @@ class Results(Invariant):
             )
 
         mxfp8.through_rows(
-            load, lambda row, word: ptx.store_4(target + Int64(row) * row_bytes, word)
+            load, lambda row, word: ptx.store_4(target + Int64(row) * row_bytes, word), 8
         )
 
     @cute.jit

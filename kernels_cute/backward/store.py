@@ -126,10 +126,15 @@ class StoreRoles(MegaKernel):
                 shared.bars, in_place, row_tile, entry.n, stage + entry.k_tiles, written
             )
         else:
-            chunk, phase = self.staging.store_tile(
-                shared.stores, self.to(shared, *targets), row_tile, entry.n, self.chunks,
-                Int32(0), chunk, phase, RESULTS if self.scaled else 0,
-            )  # fmt: skip
+            chunk, phase = self.staging.store_together(
+                shared.stores,
+                self.to(shared, *targets),
+                row_tile,
+                entry.n,
+                self.chunks,
+                chunk,
+                phase,
+            )
         return chunk, phase, written
 
     @cute.jit

@@ -177,29 +177,74 @@ class Staging(Invariant):
         return advance(chunk, phase, self.stages)
 
     @cute.jit
-    def free(self, bars: Stages, chunk: Int32):
-        """Give a buffer back to the MMA warps, as far as this warp is concerned."""
+    def free(self, bars: Stages, *chunks: Int32):
+        """Give buffers back to the MMA warps, as far as this warp is concerned."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(bars.empty + chunk)
+            for chunk in chunks:
+                cute.arch.mbarrier_arrive(bars.empty + chunk)
 
     @cute.jit
     def store_tile(
         self, bars: Stages, targets, row_tile: Int32, n: Int32, count: cutlass.Constexpr[int],
-        batch: Int32, chunk: Int32, phase: Int32, together: cutlass.Constexpr[int] = 0,
+        batch: Int32, chunk: Int32, phase: Int32,
     ):  # fmt: skip
-        """Store column tile ``n`` of each target in turn, 64 columns at a time, as the MMA warps put them.
-
-        ``together``: after so many chunks all buffers are free, for MMA warps that fill as many at once.
-        """
-        together = together or count * len(targets)
+        """Store column tile ``n`` of each target in turn, 64 columns at a time, as the MMA warps put them."""
         chunks = [(c, target) for c in range(count) for target in targets]
         for i in cutlass.range_constexpr(len(chunks)):
             c, target = chunks[i]
             chunk, phase = self.store(
                 bars, target, row_tile, n * count + c, batch, chunk, phase,
-                i % together == 0, i % together == together - 1,
+                i == 0, i == len(chunks) - 1,
             )  # fmt: skip
+        return chunk, phase
+
+    def following(self, chunk: Int32, phase: Int32, count: int) -> list[tuple[Int32, Int32]]:
+        """(chunk, phase) of ``count`` buffers in a row."""
+        places = [(chunk, phase)]
+        while len(places) < count:
+            places.append(advance(*places[-1], self.stages))
+        return places
+
+    @cute.jit
+    def store_together(
+        self, bars: Stages, targets, row_tile: Int32, n: Int32, count: cutlass.Constexpr[int],
+        chunk: Int32, phase: Int32,
+    ):  # fmt: skip
+        """``store_tile`` of chunks that are handed over at once, one of each target, into as many buffers.
+
+        Every warp hands over and frees buffers in their order, so the last one's barrier speaks for all. Where
+        there is a buffer more, the store of the last one may still read when the next are filled.
+        """
+        size = len(targets)
+        keep = 1 if self.stages > size else 0
+        kept = chunk
+        for c in cutlass.range_constexpr(count):
+            places = self.following(chunk, phase, size)
+            at = [place for place, _ in places]
+            last, last_phase = places[-1]
+            cute.arch.mbarrier_wait(bars.full + last, last_phase)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(size):
+                    target = targets[i]
+                    cute.copy(
+                        target.atom, target.tXsX[None, at[i]],
+                        target.tXgX[None, row_tile, n * count + c, 0], **streamed(self.hints),
+                    )  # fmt: skip
+                    if cutlass.const_expr(i >= size - 1 - keep):
+                        cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(keep, read=True)
+            if cutlass.const_expr(keep and c > 0):
+                self.free(bars, kept, *at[:-1])
+            elif cutlass.const_expr(keep):
+                self.free(bars, *at[:-1])
+            else:
+                self.free(bars, *at)
+            kept = last
+            chunk, phase = advance(last, last_phase, self.stages)
+        if cutlass.const_expr(keep):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.free(bars, kept)
         return chunk, phase
 
     @cute.jit

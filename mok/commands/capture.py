@@ -20,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep", type=int, default=1, help="virtual ranks")
     parser.add_argument("--seed", type=int, default=0, help="seed of the values")
     parser.add_argument("--forward", action="store_true", help="no backward")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "mxfp8"))
     parser.add_argument("--arch", help="only the kernel of this architecture, such as sm_90a")
     parser.add_argument("--emulate", action="store_true", help="run the kernel in the CPU emulator")
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     )
     dy = None if args.forward else random_gradient(case, seed=args.seed)
     with capture.watch(args.file.parent, on_nan=False) as observer:
-        run_step(case, dy, args.ep, backend)
+        run_step(case, dy, args.ep, backend, args.precision)
         step = observer.last
     assert step is not None
     capture.save(step, args.file)

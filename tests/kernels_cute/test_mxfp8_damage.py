@@ -5,6 +5,7 @@ Fences, waits and counters are the matter of ``tests.kernel_mutations``.
 
 import random
 import re
+import time
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.kernel_mutations import forgotten
 
 ARCH, SMS = "sm_100a", 6
 MAX_STEPS = 5_000_000
+SAMPLE_S = 60.0
 SHARES = 8  # tests that share the damages: each compiles once
 # Tokens, H, I, E, K: one tile per expert, several with tails, experts larger than the ring, rows in several
 # pieces. A damage is tried on those that run its line, in this order, until somebody notices.
@@ -125,6 +127,19 @@ def assert_noticed(results):
     results = list(results)
     lost = [r for r in results if r[2] == "survived"]
     assert results and not lost
+
+
+@pytest.mark.emulator
+def test_a_sample_of_damage_is_noticed():
+    """As many as a minute allows; in CI."""
+    begin, found = time.perf_counter(), []
+    ptx = forward_kernel(ARCH, direct=False, mxfp8=True).ptx
+    for each in results_of(ptx, outcome):
+        found.append(each)
+        if time.perf_counter() - begin > SAMPLE_S:
+            break
+    assert_noticed(found)
+    assert len(found) >= 3
 
 
 @pytest.mark.emulator

@@ -71,14 +71,13 @@ def special_values():
     rng = torch.Generator().manual_seed(1)
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     every = every[torch.randperm(len(every), generator=rng)]
-    blocks = torch.zeros(1, 128, 128, 32)
-    top = every[: 128 * 128].view(1, 128, 128)
-    blocks[:] = top.unsqueeze(-1).float() * torch.rand(1, 128, 128, 32, generator=rng)
-    at = torch.randint(32, (1, 128, 128, 1), generator=rng)
-    blocks.scatter_(3, at, top.unsqueeze(-1).float())
-    blocks[0, :, 5] = 0
-    blocks[0, :, 6] = -0.0
-    return blocks.bfloat16().view(1, 128, 4096)
+    blocks = torch.zeros(5, 128, 128, 32)  # the last one's rows are half zeros, half negative ones
+    blocks[4, 64:] = -0.0
+    top = every.view(4, 128, 128)
+    blocks[:4] = top.unsqueeze(-1).float() * torch.rand(4, 128, 128, 32, generator=rng)
+    at = torch.randint(32, (4, 128, 128, 1), generator=rng)
+    blocks[:4].scatter_(3, at, top.unsqueeze(-1).float())
+    return blocks.bfloat16().view(5, 128, 4096)
 
 
 @pytest.mark.emulator
@@ -137,7 +136,7 @@ def test_a_million_blocks_on_the_gpu():
     check(random_values(8, 2048, 2048), "cuda")
     check(special_values(), "cuda")
     check_rows(random_values(1000, 2048), "cuda", 64)
-    check_rows(special_values()[0], "cuda", 64)
+    check_rows(special_values().flatten(0, 1), "cuda", 64)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -1,7 +1,8 @@
-"""NeMo Automodel's MoK experts, its file unmodified from a pinned commit, on four processes.
+"""NeMo Automodel's MoK experts, its file unmodified from pinned commits, on four processes.
 
-The file is not part of this repository: it is read from MOK_AUTOMODEL_FILE, or downloaded. What it imports
-from its own package are stand-ins, as small as it allows.
+One commit knows BF16 alone, a later one MXFP8 as well. The files are not part of this repository: they are
+read from MOK_AUTOMODEL_FILE and MOK_AUTOMODEL_MXFP8_FILE, or downloaded. What they import from their own
+package are stand-ins, as small as they allow.
 """
 
 from __future__ import annotations
@@ -19,32 +20,46 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
 import ranks
 
-COMMIT = "ade4fccc6fbbcde44c34b4e1363bc0313506d300"
-SHA256 = "0f835c7bc6e095d2b4a3a1c9613d61575b17937283ed5290fa373a10ee375e15"
+PINNED = {  # precision: (commit, SHA-256 of the file, where it may be given)
+    "bf16": (
+        "ade4fccc6fbbcde44c34b4e1363bc0313506d300",
+        "0f835c7bc6e095d2b4a3a1c9613d61575b17937283ed5290fa373a10ee375e15",
+        "MOK_AUTOMODEL_FILE",
+    ),
+    "mxfp8": (
+        "ad5daa283b1dd0b70c1978898a83446f1c28c03b",
+        "07a25914a82bd755ae25b3ab370ba4709f739428b92e9d18e7f6491fc6d3c370",
+        "MOK_AUTOMODEL_MXFP8_FILE",
+    ),
+}
 URL = (
     "https://raw.githubusercontent.com/NVIDIA-NeMo/Automodel/"
-    f"{COMMIT}/nemo_automodel/components/moe/mok_experts.py"
+    "{commit}/nemo_automodel/components/moe/mok_experts.py"
 )
 SIZE, TOKENS, DIM, EXPERTS, TOPK = 4, 9, 256, 8, 2
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def source():
-    given = os.environ.get("MOK_AUTOMODEL_FILE")
+@pytest.fixture(scope="module", params=PINNED)
+def source(request):
+    """(text, precision)"""
+    commit, digest, variable = PINNED[request.param]
+    given, url = os.environ.get(variable), URL.format(commit=commit)
     try:
-        text = Path(given).read_bytes() if given else urllib.request.urlopen(URL, timeout=10).read()
+        text = Path(given).read_bytes() if given else urllib.request.urlopen(url, timeout=10).read()
     except OSError as error:
         pytest.skip(f"Automodel's file cannot be had: {error}")
-    assert hashlib.sha256(text).hexdigest() == SHA256, "not the pinned file"
-    return text.decode()
+    assert hashlib.sha256(text).hexdigest() == digest, "not the pinned file"
+    return text.decode(), request.param
 
 
-def load(text):
+def load(text, precision_):
     """The module, with stand-ins for what it imports of its package."""
 
     class MoKBackendConfig:
+        precision = precision_
+
         def build(self):
             from mok.functional import MoKConfig
 
@@ -92,7 +107,7 @@ def inputs():
     return tokens, shared, [normal(EXPERTS, DIM, DIM, scale=0.06) for _ in range(3)]
 
 
-def _run(group, text, on_gpu):
+def _run(group, source, on_gpu):
     from torch.distributed.device_mesh import init_device_mesh
 
     device = "cuda" if on_gpu else "cpu"
@@ -101,7 +116,7 @@ def _run(group, text, on_gpu):
     mine = slice(group.rank * TOKENS, (group.rank + 1) * TOKENS)
     local = slice(group.rank * EXPERTS // SIZE, (group.rank + 1) * EXPERTS // SIZE)
     x, weights, ids, dy = (t[mine].to(device) for t in (x, weights, ids, dy))
-    experts = load(text)
+    experts = load(*source)
     for name, value in zip(("gate", "up", "down"), routed, strict=True):
         parameter = torch.nn.Parameter(value[local].to(device))
         setattr(experts, f"routed_{name}_weights", parameter)
@@ -122,29 +137,31 @@ def _run(group, text, on_gpu):
     return found
 
 
-def _emulated(group, text):
+def _emulated(group, source):
     from mok.tools.emulator import Emulator
 
     with Emulator("sm_90a", num_sms=4):
-        return _run(group, text, False)
+        return _run(group, source, False)
 
 
-def _on_gpu(group, text):
+def _on_gpu(group, source):
     torch.cuda.set_device(group.rank % torch.cuda.device_count())
-    return _run(group, text, True)
+    return _run(group, source, True)
 
 
-def alone(device):
+def alone(device, precision):
     """The same on one rank, by this project's own functions."""
-    from mok import functional
+    from mok import functional, mxfp8_quantize
     from mok.config import Config
 
     (x, weights, ids, dy), shared, routed = inputs()
     config = Config(2, 2, 256, 512)
     there = [t.to(device) for t in (x, weights, *shared, *routed)]
+    if precision == "mxfp8":
+        there[-3:] = map(mxfp8_quantize, there[-3:])
     with functional.create_workspace(
         config, device=device, max_tokens=len(x), hidden_size=DIM, intermediate_size=DIM,
-        num_experts=EXPERTS, topk=TOPK, shared_intermediate_size=DIM,
+        num_experts=EXPERTS, topk=TOPK, shared_intermediate_size=DIM, precision=precision,
     ) as made:  # fmt: skip
         schedule = functional.build_schedule(made, config, ids.to(device))
         output, context = functional.forward(config, made, schedule, *there, 2.0)
@@ -168,10 +185,10 @@ def test_four_processes_in_the_emulator(source, tmp_path):
     assert sorted(results) == list(range(SIZE))
     assert all(state == "ok" for state, _ in results.values()), results
     with emulator.Emulator("sm_90a", num_sms=4):
-        compare([results[r][1] for r in range(SIZE)], alone(torch.device("cpu")))
+        compare([results[r][1] for r in range(SIZE)], alone(torch.device("cpu"), source[1]))
 
 
 @pytest.mark.gpu
 def test_four_processes_on_a_gpu(source, tmp_path):
     results = ranks.run_ok(_on_gpu, SIZE, tmp_path, source, timeout_s=120.0)
-    compare(results, alone(torch.device("cuda", 0)))
+    compare(results, alone(torch.device("cuda", 0), source[1]))

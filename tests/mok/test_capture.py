@@ -95,6 +95,38 @@ def test_weights_may_be_hashes(device, tmp_path):
         capture.replay(watched.written, device, weights=weights)
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["weights", "hashes"])
+def test_quantised_experts(device, tmp_path, kept):
+    """MXFP8 at two ranks: the values that were multiplied are kept, or named by hashes of their bytes."""
+    case = random_case(Shape(60, 128, 256, 5, 2, 1, 64), kind="skewed", device=device, seed=2)
+    with (
+        Layer(case, 2, device=device, precision="mxfp8") as layer,
+        capture.watch(tmp_path, weights=kept, on_nan=False) as watched,
+    ):
+        run(layer)
+        watched.write("asked for")
+    weights = {f"routed_{n}": getattr(case.routed, n) for n in ("gate", "up", "down")}
+    weights |= {f"shared_{n}": getattr(case.shared, n)[0] for n in ("gate", "up", "down")}
+    found = capture.replay(watched.written, device, weights=None if kept else weights)
+    assert found["ok"] and not found["differ"], found["differ"]
+    assert set(found["hashes"]) == set(capture.RESULTS)
+    document = torch.load(watched.written[0], weights_only=True)
+    assert document["precision"] == "mxfp8"
+    if not kept:
+        assert not [name for name in document["values"] if name.startswith("routed")]
+        weights["routed_down"] = weights["routed_down"] * 2
+        with pytest.raises(ShapeError, match="routed_down"):
+            capture.replay(watched.written, device, weights=weights)
+        return
+    for name, tensors in document["values"].items():
+        if name.startswith("routed_down.transposed"):
+            tensors[0][0, 5, 7] = 1
+    torch.save(document, watched.written[0])
+    found = capture.replay(watched.written, device)
+    # Forward has its own orientation.
+    assert "d_x" in found["differ"] and "output" not in found["differ"]
+
+
 def test_an_expired_wait_keeps_its_step(device, tmp_path):
     case = make(device)
     with (

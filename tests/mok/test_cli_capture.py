@@ -15,10 +15,12 @@ def document(capsys, *argv):
 
 
 @pytest.mark.emulator
-def test_a_step_of_three_ranks_on_one(capsys, tmp_path):
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_a_step_of_three_ranks_on_one(capsys, tmp_path, precision):
     pytest.importorskip("mok.tools.emulator", reason="the emulator needs numba")
     file = str(tmp_path / "step.mok")
-    shape = ["--shape", "33,64,64,5,2", "--ep", "3", "--forward", "--emulate"]
+    shape = ["--shape", "33,128,128,5,2", "--ep", "3", "--forward", "--emulate"]
+    shape += ["--precision", precision]
     code, made = document(capsys, "capture", file, *shape)
     assert code == 0 and made["ok"] and len(made["hashes"]["output"]) == 3
     code, found = document(capsys, "replay", str(tmp_path), "--emulate")

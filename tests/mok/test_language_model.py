@@ -95,6 +95,7 @@ def compare(parts, alone):
 
 
 @pytest.mark.gpu
+@pytest.mark.spread
 def test_two_processes_have_the_loss_bits_of_one(tmp_path):
     parts = ranks.run_ok(_gpu, SIZE, tmp_path, timeout_s=120.0)
     compare(parts, train(None, torch.device("cuda"), pairs()))

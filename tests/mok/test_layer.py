@@ -167,6 +167,9 @@ def test_backward_twice() -> None:
     first = take_grads(layer, x, weights)
     out.backward(dy)
     assert_same(take_grads(layer, x, weights), first)
+    # The last time did not retain the graph: torch has let go of what it saved.
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward(dy)
 
 
 def test_main_grad_is_added_to() -> None:

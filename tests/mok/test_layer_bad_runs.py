@@ -10,7 +10,7 @@ import torch
 
 from mok import functional
 from mok.config import Shape
-from mok.errors import CapacityError, DeviceError, ResourceError, RouteError
+from mok.errors import CapacityError, ContextError, DeviceError, ResourceError, RouteError
 from mok.reference import forward_loop, integer_case
 from tests.helpers_layer import SMALL, Layer, refused, run_layer, with_routes
 
@@ -82,6 +82,7 @@ def test_a_rank_with_a_bad_id_still_takes_part(device, step, monkeypatch):
         workspace, given = layer.workspace, layer.arguments(case)
         schedule = layer.build_schedule()
         _, context = functional.forward(SMALL, workspace, schedule, *given)
+        context.schedule = None  # that of the bad id is another one
         layer.finish()
         recompute = (*given[:1], *given[2:4], *given[5:7])
         call = {
@@ -109,6 +110,52 @@ def test_a_rank_with_a_bad_id_still_takes_part(device, step, monkeypatch):
         with refused(RouteError, "token 3", str(E)):
             call(schedule)
         assert steps == whole
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_contexts_serve_their_own_call_and_once(device, ep_size):
+    """What a second use, and a schedule of other ids, would compute is nobody's gradient."""
+    case = exact_case(device)
+    with Layer(case, ep_size, device=device) as layer:
+        given = layer.arguments(case)
+
+        def forward(schedule):
+            return functional.forward(SMALL, layer.workspace, schedule, *given)[1]
+
+        def backward(schedule, context, **options):
+            return functional.backward(
+                SMALL, layer.workspace, schedule, context, given[0], *given, **options
+            )
+
+        ids = [t.to(device) for t in layer.split(case.top_experts)]
+        own = functional.build_schedule(layer.workspace, SMALL, layer.each(ids))
+        other = layer.build_schedule(with_routes(case, case.top_experts.flip(0)))
+        context = forward(own)
+        for made in (context, recomputed(layer, own, given)):
+            with refused(ContextError, "schedule", "another call", "recompute_forward_context"):
+                backward(other, made)
+        first = backward(own, context, keep_context=True)
+        # The same ids again have the same schedule.
+        again = backward(
+            functional.build_schedule(layer.workspace, SMALL, layer.each(ids)), context
+        )
+        for a, b in zip(first, again, strict=True):
+            a, b = ([t] if isinstance(t, torch.Tensor) else t for t in (a, b))
+            assert all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        with refused(ContextError, "one backward call", "used", "keep_context=True"):
+            backward(own, context)
+        kept = forward(own)
+        ids[0][0] = ids[0][1]  # written in place after the forward call
+        changed = functional.build_schedule(layer.workspace, SMALL, layer.each(ids))
+        with refused(ContextError, "schedule", "another call"):
+            backward(changed, kept)
+        layer.finish()
+
+
+def recomputed(layer, schedule, given):
+    return functional.recompute_forward_context(
+        SMALL, layer.workspace, schedule, given[0], *given[2:4], *given[5:7]
+    )
 
 
 class Counted:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from mok import functional
+from mok import functional, mxfp8
 from mok.config import Config, Shape
 from mok.errors import DtypeError, MokError, ShapeError
 from mok.kernels_cute.machine import machine_of
@@ -26,6 +26,7 @@ from mok.reference import (
     relative_l2,
     tile_scales,
 )
+from tests.helpers_layer import Layer
 
 SHAPE = Shape(96, 128, 256, 4, 2, shared_intermediate_size=64)
 CONFIG = Config(2, 2, minibatch_size=256, macrobatch_size=512)
@@ -73,6 +74,7 @@ def test_weights_of_others():
         (q.scales, t.scales),
         (tile_scales(q.scales), tile_scales(t.scales)),
         (q.scales.view(torch.uint8), t.scales.view(torch.uint8)),
+        (tile_scales(q.scales).flatten(0, 1), tile_scales(t.scales).flatten(0, 1)),
     ):
         taken = Mxfp8Weight.of(q.data, scales, (t.data, scales_t))
         ours = mxfp8_quantize(w, expanded=False)
@@ -84,6 +86,10 @@ def test_weights_of_others():
             assert torch.equal(wide, mxfp8_quantize(w, expanded=True).take(orientation).values)
     one = quantise(w[0])
     assert Mxfp8Weight.of(one.data, one.scales).shape == (1, 256, 128)
+    down = Mxfp8Weight.of(None, None, (t.data, t.scales))  # all that backward takes of it
+    assert down.shape == (3, 256, 128) and down.transposed is not None
+    with pytest.raises(ShapeError, match="forward needs weights quantised in the normal"):
+        down.take("normal")
 
 
 def test_bad_weights():
@@ -106,6 +112,12 @@ def test_bad_weights():
     turned = quantise(w.transpose(1, 2).contiguous())
     with pytest.raises(ShapeError, match="transposed weight"):
         Mxfp8Weight.of(q.data, turned.scales)
+    with pytest.raises(ShapeError, match="transposed weight"):
+        Mxfp8Weight.of(q.data, tile_scales(turned.scales).flatten(0, 1))
+    with pytest.raises(ShapeError, match="one orientation"):
+        Mxfp8Weight.of(None, None)
+    with pytest.raises(DtypeError, match="come together"):
+        Mxfp8Weight.of(q.data, None, (turned.data, turned.scales))
     with pytest.raises(ShapeError, match="the weight's transpose"):
         Mxfp8Weight.of(q.data, q.scales, (q.data, q.scales))
     with pytest.raises(DtypeError, match="expanded=False"):
@@ -203,6 +215,19 @@ def test_wire_and_recompute(emulated):
 
 
 @pytest.mark.emulator
+def test_values_that_are_not_numbers_stay_in_their_token(machine):
+    case = random_case(Shape(40, 128, 128, 3, 2, 1, 64), seed=4)
+    x, weights = case.x.clone(), case.router_weights.clone()
+    x[7, 3], x[20, 5], weights[31, 1] = torch.nan, -torch.inf, torch.nan
+    bad = dataclasses.replace(case, x=x, router_weights=weights)
+    with Layer(case, 2, CONFIG, precision="mxfp8") as layer:
+        clean, found = layer().output, layer(bad).output
+    others = [t for t in range(40) if t not in (7, 20, 31)]
+    assert torch.equal(found[others], clean[others])
+    assert found[[7, 20, 31]].isnan().all()
+
+
+@pytest.mark.emulator
 def test_bad_calls(emulated):
     case = random_case(SHAPE)
     good = quantised(case)
@@ -244,6 +269,33 @@ def test_masters_are_quantised_once_per_change():
     assert masters.get("w", weight_) is second
     masters.clear()
     assert masters.get("w", weight_) is not second
+
+
+@pytest.mark.emulator
+def test_inference_mode(emulated):
+    """Tensors made in it have no version, and give the bits of those made outside."""
+    x = weight(24, 128)
+    with torch.no_grad():
+        expected = make_layer(config=CONFIG)(x)
+    with torch.inference_mode():
+        layer = make_layer(config=CONFIG)
+        assert layer.routed_up.is_inference()
+        assert torch.equal(layer(x.clone()), expected)
+    with torch.inference_mode():
+        case = random_case(SHAPE)
+        with make_workspace(case) as workspace:  # the ids, too
+            run(case, quantised(case), workspace)
+
+
+def test_a_graph_quantises_in_every_replay(monkeypatch):
+    """While one is captured each use makes a copy of its own, and leaves it to no later call."""
+    masters, weight_ = QuantisedMasters(), weight(1, 128, 128)
+    before = masters.get("w", weight_)
+    monkeypatch.setattr(mxfp8, "capturing", lambda device: True)
+    inside = masters.get("w", weight_)
+    assert inside is not before and masters.get("w", weight_) is not inside
+    monkeypatch.setattr(mxfp8, "capturing", lambda device: False)
+    assert masters.get("w", weight_) is before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -381,3 +433,37 @@ def test_training_on_the_gpu(wire, recompute):
         found = layer.get_parameter(f"routed_{name}").grad
         assert relative_l2(found, getattr(wanted.routed, name)) < 5e-3, name
     assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_a_graph_is_never_stale():
+    """Weights that an optimizer has written between replays are quantised anew, without Python."""
+    torch.manual_seed(0)
+    config = Config(8, 8, 512, 2048)
+    layer = MoELayer(
+        512, 256, 8, 2, router="softmax", precision="mxfp8", config=config, device="cuda"
+    )
+    x = torch.randn(1024, 512, dtype=torch.bfloat16, device="cuda")
+    dy = torch.randn_like(x)
+
+    def run():
+        out = layer(x)
+        return out, torch.autograd.grad(out, list(layer.routed_parameters()), dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, grads = run()
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in layer.routed_parameters():
+                parameter.mul_(1.25)
+        graph.replay()
+        wanted, wanted_grads = run()
+        assert torch.equal(out, wanted)
+        for found, expected in zip(grads, wanted_grads, strict=True):
+            assert torch.equal(found, expected)

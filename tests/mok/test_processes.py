@@ -80,6 +80,7 @@ def test_check_under_torchrun_in_the_emulator():
 
 
 @pytest.mark.gpu
+@pytest.mark.spread
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_check_under_torchrun_on_one_gpu(size):
     document = json.loads(torchrun(size, "check", "forward", "--quick", "--json"))
@@ -126,6 +127,7 @@ def _process(group):
 
 
 @pytest.mark.gpu
+@pytest.mark.spread
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_processes_have_the_bits_of_virtual_ranks_and_of_one(size, tmp_path):
     found = ranks.run_ok(_process, size, tmp_path, timeout_s=120.0)
@@ -165,6 +167,7 @@ def _bad_id(group):
 
 
 @pytest.mark.gpu
+@pytest.mark.spread
 def test_a_bad_id_on_one_process_holds_up_nobody(tmp_path):
     (first, ok), (second, also) = ranks.run_ok(_bad_id, 2, tmp_path, timeout_s=60.0)
     assert ok and also and first == [""] * 5

@@ -9,7 +9,7 @@ import torch
 
 from mok import functional
 from mok.config import Config, Shape
-from mok.errors import DtypeError, GroupError, MokError, ShapeError
+from mok.errors import DtypeError, GroupError, ShapeError
 from mok.functional import MoKConfig, MoKForwardContext, MoKSchedule, MoKWorkspace
 from mok.reference import integer_case, integer_gradient, random_case, random_gradient
 from mok.runtime.group import Group
@@ -106,6 +106,25 @@ def test_calls_have_the_layers_bits(device):
     assert torch.equal(functional.forward(CONFIG, workspace, rebuilt, *given, 0.5)[0], want)
 
 
+def test_without_a_shared_expert(device):
+    """As a Megatron-LM adapter that keeps its own calls it."""
+    case = random_case(Shape(70, 128, 64, 4, 2), device=device)
+    dy, given = random_gradient(case), arguments(case)
+    x, weights, routed = given[0], given[1], given[5:]
+    workspace = get(device, case)
+    schedule = functional.build_schedule(workspace, CONFIG, case.top_experts, num_local_experts=4)
+    output, _ = functional.forward_routed(CONFIG, workspace, schedule, x, weights, *routed)
+    context = functional.recompute_forward_context_routed(
+        CONFIG, workspace, schedule, x, *routed[:2]
+    )
+    grads = functional.backward_routed(
+        CONFIG, workspace, schedule, context, dy, x, weights, *routed
+    )
+    want, want_grads = ours(device, case, dy)
+    assert torch.equal(output, want) and len(grads) == 5
+    assert all(torch.equal(a, b) for a, b in zip(grads, want_grads[:5], strict=True))
+
+
 def test_layers_of_other_widths_share_a_workspace(device):
     shapes = [Shape(40, 128, 64, 4, 2, 1, 192), Shape(40, 128, 192, 4, 2), Shape(40, 128, 64, 6, 2)]
     cases = [integer_case(s, device=device, kind="dropped") for s in shapes]
@@ -156,6 +175,24 @@ def test_what_the_megatron_adapter_adds(device):
     assert len(plain) == 9 and plain[8] is None
 
 
+def test_a_schedule_of_other_experts_or_of_another_workspace_is_refused(device):
+    """Its rows would be of experts that the weights do not have."""
+    case = random_case(Shape(40, 128, 64, 4, 2), device=device)
+    other = random_case(Shape(400, 128, 64, 4, 2), device=device)
+    workspace, stranger, given = get(device, case), get(device, other), arguments(case)
+    assert stranger is not workspace
+    fewer = functional.build_schedule(workspace, CONFIG, case.top_experts, num_local_experts=5)
+    foreign = functional.build_schedule(stranger, CONFIG, case.top_experts, num_local_experts=4)
+    short = functional.build_schedule(workspace, CONFIG, case.top_experts, num_local_experts=4)
+    context = functional.forward(CONFIG, workspace, short, *given)[1]
+    short = dataclasses.replace(short, peer_rank=short.peer_rank[:-128])
+    for schedule in (fewer, foreign, short):
+        with pytest.raises(ShapeError, match="schedule must be of this workspace and of 4 experts"):
+            functional.forward(CONFIG, workspace, schedule, *given)
+        with pytest.raises(ShapeError, match="schedule must be of this workspace"):
+            functional.backward(CONFIG, workspace, schedule, context, case.x, *given)
+
+
 BAD = [
     (lambda **k: MoKConfig(minibatch_size=100), ShapeError, "minibatch_size"),
     (lambda **k: MoKConfig(scale_router_before_fc2=True), ShapeError, "scale_router_before_fc2"),
@@ -185,11 +222,3 @@ def test_refused(call, error, word):
     sizes = {"device": torch.device("cpu"), "num_local_tokens": 8, "hidden_size": 64, "topk": 2}
     with pytest.raises(error, match=word):
         call(**sizes)
-
-
-def test_mxfp8_pairs_are_refused():
-    from mok.upstream import _weight
-
-    pair = (torch.zeros(2, 4, 4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8))
-    with pytest.raises(MokError, match="BF16"):
-        _weight("routed_gate_weights", pair)

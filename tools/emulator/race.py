@@ -18,6 +18,8 @@ from mok.tools.emulator.intrinsics import ld32, ld64, st32, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     C_CLUSTER,
+    C_SMEM,
+    C_SMEM_SIZE,
     F_PROXY,
     F_RACE,
     F_REPLY,
@@ -439,6 +441,22 @@ def both_strong(X, kind, agent, other, other_agent):
 
 
 @njit
+def freed(X, clock, epoch, kind, addr):
+    """Whether an asynchronous write may take the place of a warp's generic write to its own CTA's shared memory.
+
+    Order is enough: the memory is that CTA's, where the write was done when its warps said so.
+    """
+    n = ld64(X + 8 * X_NWARPS)
+    warp = (epoch >> 32) - 2 * n
+    if kind & (ASYNC | WRITE) != ASYNC | WRITE or warp < 0 or warp >= n:
+        return False
+    cta = ld64(ld64(X + 8 * X_WARPS) + 8 * (WARP_WORDS * warp + W_CTA))
+    at = addr - ld64(cta + 8 * C_SMEM)
+    inside = at >= 0 and at < ld64(cta + 8 * C_SMEM_SIZE)
+    return inside and covered(clock, warp << 32 | (epoch & 0xFFFFFFFF))
+
+
+@njit
 def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
     """Checks one access to one record against its history, then records it."""
     agent = epoch >> 32
@@ -451,7 +469,8 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
         and not both_strong(X, kind, agent, winfo >> 8 & 255, written >> 32)
     ):
         if not covered(clock, written):
-            report(X, F_RACE, epoch, pc, lane, addr, written, winfo >> 16)
+            if not freed(X, clock, written, kind, addr):
+                report(X, F_RACE, epoch, pc, lane, addr, written, winfo >> 16)
         elif (
             kind & ASYNC
             and not kind & WRITE

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.spread]
 ALONE = (sys.executable, "-m")
 TWO = (*ALONE, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 
