@@ -249,13 +249,20 @@ class Checker:
         )
 
     def global_memory(
-        self, address: int, size: int, write: bool, rows: int = 1, pitch: int = 0
+        self,
+        address: int,
+        size: int,
+        write: bool,
+        rows: int = 1,
+        pitch: int = 0,
+        atomic: bool = False,
     ) -> None:
         """``rows`` ranges of one tensor, ``pitch`` bytes (a multiple of 4) apart."""
         count = ((address + size + 3) >> 2) - (address >> 2)
         words = self.global_words(address, count)
         if words is not None:
             kind = (race.WRITE if write else race.READ) | race.ASYNC
+            kind |= race.STRONG if atomic else 0
             self._check(words.ctypes.data, count, kind, address, False, rows, pitch)
 
     def global_by_warp(self, w: "Warp", address: int, size: int, write: bool) -> None:
