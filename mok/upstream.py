@@ -136,13 +136,6 @@ class MoKWorkspace:
         found = open_.get(precision) if precision else next(iter(open_.values()), None)
         if found is not None:
             return found
-        precision = precision or "bf16"
-        made = functional.create_workspace(
-            ours, self.group, device=self.device, max_tokens=self.num_local_tokens,
-            hidden_size=self.hidden_size, intermediate_size=128 if precision == "mxfp8" else 64,
-            num_experts=num_experts, topk=self.topk, precision=precision,
-        )  # fmt: skip
-        self.inner[*key, precision] = made
         other = open_.get("bf16")
         if precision == "mxfp8" and other is not None and other.last_launch is None:
             # Made for the first schedule, before the weights told the precision; nothing else used it.
@@ -154,6 +147,12 @@ class MoKWorkspace:
             except MokError as error:
                 self.noted = error  # raised after the call, in which peers wait for this rank
             other.close()
+        made = functional.create_workspace(
+            ours, self.group, device=self.device, max_tokens=self.num_local_tokens,
+            hidden_size=self.hidden_size, intermediate_size=128 if precision == "mxfp8" else 64,
+            num_experts=num_experts, topk=self.topk, precision=precision or "bf16",
+        )  # fmt: skip
+        self.inner[*key, precision or "bf16"] = made
         return made
 
     def check(self, used: Workspace) -> None:
