@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok import call, functional
+from mok import functional
 from mok.arguments import check_tensor
 from mok.config import MAX_TOPK, Config, Shape, _require_int
 from mok.errors import DtypeError, GroupError, MokError, ResourceError, ShapeError
 from mok.mxfp8 import Mxfp8Weight
+from mok.saved import ForwardContext, Schedule
 from mok.upstream_weights import routed_weights
 
 if TYPE_CHECKING:
@@ -357,7 +358,7 @@ class _Arguments:
                 "Build it with num_local_experts of the weights",
             )
         buffers = _buffers(schedule, self.workspace)
-        self.schedule = call.Schedule([buffers], [schedule.top_experts])
+        self.schedule = Schedule([buffers], [schedule.top_experts])
 
 
 def _buffers(schedule: MoKSchedule, workspace: Workspace) -> Any:
@@ -388,7 +389,7 @@ def _gate(x: Tensor, weight: Tensor | None) -> Tensor | None:
     return None if weight is None else (x.float() @ weight.float().flatten()).sigmoid()
 
 
-def _context(made: call.ForwardContext) -> MoKForwardContext:
+def _context(made: ForwardContext) -> MoKForwardContext:
     none = made.gate_routed[0].new_empty(0)
 
     def first(part: Sequence[Tensor | None]) -> Tensor:
@@ -401,7 +402,7 @@ def _context(made: call.ForwardContext) -> MoKForwardContext:
     )  # fmt: skip
 
 
-def _ours(context: MoKForwardContext, workspace: Workspace, shared: bool) -> call.ForwardContext:
+def _ours(context: MoKForwardContext, workspace: Workspace, shared: bool) -> ForwardContext:
     x, scales = context.x_routed, None
     if not isinstance(x, Tensor):
         x, scales = x
@@ -410,7 +411,7 @@ def _ours(context: MoKForwardContext, workspace: Workspace, shared: bool) -> cal
             "forward_context must be of a forward call with weights of the same precision",
             f"another one, for {workspace.precision} weights",
         )
-    return call.ForwardContext(
+    return ForwardContext(
         [None if workspace.sizes.direct else x],
         [context.gate_routed],
         [context.up_routed],
