@@ -54,6 +54,7 @@ class ForwardKernel(ForwardRoles):
         expert_m: row blocks of such a run, at most; even.
         hints: Hopper: L2 gives up weights and results before other data. Changes no bit.
         lean: Hopper: fewer instructions a K step. Changes no bit.
+        carry: comm workers use bulk copies. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -80,6 +81,7 @@ class ForwardKernel(ForwardRoles):
         expert_m: int = 24,
         hints: bool = False,
         lean: bool | None = None,
+        carry: bool | None = None,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
@@ -96,6 +98,7 @@ class ForwardKernel(ForwardRoles):
             pair=pair,
             hints=hints,
             lean=lean,
+            carry=carry,
         )
         self.wire = wire
         self.save_context = save_context or recompute

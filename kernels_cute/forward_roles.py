@@ -507,6 +507,9 @@ class ForwardRoles(MegaKernel):
         rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers
         item_word = shared.comm_item
         count = self.tile.comm_m
+        worker = self.make_worker(shared, rows, warp)
+        worker.init()
+        phase = Int32(0)  # of the barrier of this lane's slot
         index = Int32(0)
         while index < prog.items:
             if thread == 0:
@@ -539,14 +542,14 @@ class ForwardRoles(MegaKernel):
                             buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,
                         )  # fmt: skip
                     else:
-                        comm.pull_rows(
-                            rows, item.row, count, buffers.x_heap, sizes.topk,
-                            buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
+                        phase = worker.pull(
+                            item.row, buffers.x_heap, sizes.topk,
+                            buffers.x_ring + ring_row * rows.row_bytes, phase,
                         )  # fmt: skip
                 else:
-                    comm.push_rows(
-                        rows, item.row, count, buffers.y_ring + ring_row * rows.row_bytes,
-                        buffers.slots_heap, warp, WARPS,
+                    phase = worker.push(
+                        item.row, buffers.y_ring + ring_row * rows.row_bytes, buffers.slots_heap,
+                        phase,
                     )  # fmt: skip
                 cute.arch.sync_threads()
                 if thread == 0:

@@ -22,7 +22,7 @@ class Machine:
     Attributes:
         ctas: CTAs that work on one task: a cluster.
         pairs: whether the BF16 kernels have builds whose clusters are two CTAs with a task each (``pairs``).
-        lead, lean: the defaults of the kernels' arguments.
+        lead, lean, carry: the defaults of the kernels' arguments.
         tile_m: rows of a task; each CTA holds 128 of them.
         tmem_columns: columns of tensor memory, 0 where accumulators live in registers.
         acc_stages: accumulators in tensor memory.
@@ -36,6 +36,7 @@ class Machine:
     pairs: bool
     lead: int
     lean: bool
+    carry: bool
     tile_m: int
     tmem_columns: int
     acc_stages: int
@@ -62,8 +63,10 @@ class Machine:
         return 2 if pair else self.ctas
 
 
-HOPPER = Machine("Hopper", 1, True, 0, True, 128, 0, 0, 4, 0, 16, ("tickets",))
-BLACKWELL = Machine("Blackwell", 2, False, 0, False, 256, 512, 2, 6, 5, 8, ("clc", "tickets"))
+HOPPER = Machine("Hopper", 1, True, 0, True, False, 128, 0, 0, 4, 0, 16, ("tickets",))
+BLACKWELL = Machine(
+    "Blackwell", 2, False, 0, False, False, 256, 512, 2, 6, 5, 8, ("clc", "tickets")
+)
 MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
 

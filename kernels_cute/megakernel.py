@@ -25,12 +25,14 @@ from cutlass import Float32, Int32, Int64
 from mok.errors import ResourceError
 
 from . import ptx, sync, tracing
+from .carry import Hold, Worker, piece_bytes
+from .comm import Rows
 from .epilogue.halves import HalfStaging
 from .epilogue.staging import RowStaging, Staging
 from .gemm import lean_sm90, sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
 from .invariant import Invariant
-from .machine import CHUNK_N, HOPPER, check_scheduling, check_tile, machine_of
+from .machine import CHUNK_N, CONTROL_BYTES, HOPPER, check_scheduling, check_tile, machine_of
 from .pairs import MAIL_WORDS, Mail, PairFeed, PairTurns
 from .program import IDLE
 from .queue import (
@@ -110,6 +112,8 @@ class MegaKernel(PairTurns):
         pair: clusters of two CTAs that share B (``pairs``), in BF16 on Hopper.
         hints: L2 gives up weights and results before other data, on Hopper.
         lean: fewer instructions a K step, on Hopper (``gemm.lean_sm90``). None: the machine's.
+        carry: comm workers move rows by bulk copies through shared memory, not through registers. None: the
+            machine's.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -132,6 +136,7 @@ class MegaKernel(PairTurns):
         pair: bool = False,
         hints: bool = False,
         lean: bool | None = None,
+        carry: bool | None = None,
     ):
         self.arch = arch
         self.direct = direct
@@ -181,6 +186,10 @@ class MegaKernel(PairTurns):
             )
             # Load, store, epilogue and gather warps; in the first CTA also the MMA warp.
             self.readers = 2 + self.mainloop.EPILOGUE_WARPS + gather_warps
+        self.carry = self.machine.carry if carry is None else carry
+        # A comm CTA has the memory of stages and staging for the rows that pass through it.
+        free = self.machine.smem_bytes(tile_n, stages, store_stages, self.scaled) - CONTROL_BYTES
+        self.comm_piece = piece_bytes(free, WARPS)
         self.wait_role = sync.ROLES.index("load" if self.hopper else "scheduler")
         self.use_clc = self.scheduling == "clc"
         # Per thread of each warpgroup: on Hopper the last two multiply; on Blackwell the second has the
@@ -298,6 +307,13 @@ class MegaKernel(PairTurns):
             order,
             self.make_mail(storage),
         )
+
+    def make_worker(self, shared: Shared, rows: Rows, warp: Int32) -> Worker:
+        """What a comm CTA moves rows with."""
+        hold = None
+        if self.carry:
+            hold = Hold(shared.sA.iterator.toint(), self.comm_piece, WARPS, rows.row_bytes)
+        return Worker(hold, rows, self.tile.comm_m, warp, WARPS)
 
     def make_mail(self, storage) -> Mail | None:
         """The mail of a pair, in the shared storage."""

@@ -4,11 +4,11 @@
     python -m tests.kernel_mutations merge FILE.jsonl FILE.jsonl …
     python -m tests.kernel_mutations table FILE.jsonl …
 
-``run`` tries a build of ``tests.mutation_builds.BUILDS``: the undamaged kernel with every seed, then each
-mutation with one seed after the other until someone notices, on ``--jobs`` processes. Each line of the file
-is an undamaged run or what became of a mutation after a few seeds, written when they have ended; a run goes
-on from what its own file and the ``--known`` ones say of the same PTX. ``merge`` keeps the last word on each
-mutation.
+``run`` tries a build of ``tests.mutation_builds.BUILDS`` on its cases: the undamaged kernel on the plain
+machine with each case and with every seed, then each mutation with one after the other of these until someone
+notices, on ``--jobs`` processes. Each line of the file is an undamaged try or what became of a mutation after a
+few, written when they have ended; a run goes on from what its own file and the ``--known`` ones say of the
+same PTX. ``merge`` keeps the last word on each mutation.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from mok.tools.emulator import EmulatorError, emulator
 from mok.tools.emulator.mutations import INVISIBLE, Mutation, mutations
 from tests.mutation_builds import BUILDS, Build, Outcome
 
-SEEDS = (None, *range(19))  # the plain machine first: it takes a third of the time
-# Seeds that a process tries on a mutation in a row: it takes a second to read a kernel's text.
-BATCH = 4
+SEEDS = 20  # of the adversarial machine
+BATCH = 4  # tries of a process with a mutation in a row: it takes a second to read a kernel's text
 Entry = dict  # one line of a file
+Try = tuple[int, int | None]  # a case and a seed; None: the plain machine
 
 
 def named_mutations(ptx: str) -> dict[str, Mutation]:
@@ -52,9 +52,10 @@ def named_mutations(ptx: str) -> dict[str, Mutation]:
     return found
 
 
-def case_of(build: Build, seed: int | None) -> int:
-    """The cases take turns: the first on the plain machine, the second with seed 0 …"""
-    return 0 if seed is None else (seed + 1) % len(build.cases)
+def tries_of(cases: int) -> list[Try]:
+    """The plain machine on each case first, it takes a third of the time; then seeds, cases taking turns."""
+    plain: list[Try] = [(case, None) for case in range(cases)]
+    return [*plain, *((seed % cases, seed) for seed in range(SEEDS))]
 
 
 def bits(outcome: Outcome) -> str:
@@ -65,34 +66,26 @@ def bits(outcome: Outcome) -> str:
     return digest.hexdigest()[:16]
 
 
-def undamaged(build: Build, seed: int | None) -> Entry:
+def undamaged(build: Build, case: int, seed: int | None) -> Entry:
     """The kernel as it is: a digest of its results, and the PTX lines that it runs."""
-    name = f"undamaged {case_of(build, seed)}"
+    entry = {"name": f"undamaged {case}", "case": case, "seed": seed, "detail": ""}
     try:
-        found, lines = build.run(build.cases[case_of(build, seed)], None, seed)
+        found, lines = build.run(build.cases[case], None, seed)
     except EmulatorError as error:
-        return {"name": name, "result": "reported", "seed": seed, "detail": first_line(error)}
-    return {
-        "name": name,
-        "result": "clean",
-        "seed": seed,
-        "detail": "",
-        "bits": bits(found),
-        "lines": packed(lines),
-    }
+        return entry | {"result": "reported", "detail": first_line(error)}
+    return entry | {"result": "clean", "bits": bits(found), "lines": packed(lines)}
 
 
-def judge(build: Build, rewrite: Callable[[str], str], seed: int | None, expected: str) -> Entry:
+def judge(
+    build: Build, rewrite: Callable[[str], str], case: int, seed: int | None, expected: str
+) -> Entry:
     """A try: reported by a checker, a wrong result, or survived."""
+    entry = {"case": case, "seed": seed, "detail": ""}
     try:
-        found, _ = build.run(build.cases[case_of(build, seed)], rewrite, seed)
+        found, _ = build.run(build.cases[case], rewrite, seed)
     except EmulatorError as error:
-        return {"result": "reported", "seed": seed, "detail": first_line(error)}
-    return {
-        "result": "survived" if bits(found) == expected else "wrong",
-        "seed": seed,
-        "detail": "",
-    }
+        return entry | {"result": "reported", "detail": first_line(error)}
+    return entry | {"result": "survived" if bits(found) == expected else "wrong"}
 
 
 @contextlib.contextmanager
@@ -131,45 +124,75 @@ def unpacked(text: str) -> set[int]:
 
 
 class Records:
-    """What files say of one PTX: the last word on each mutation, and the undamaged runs."""
+    """What files say of one PTX: the last word on each mutation, and the undamaged tries.
+
+    Attributes:
+        last: the last word, by name.
+        clean, lines: an undamaged try's entry, and the lines it runs.
+    """
 
     def __init__(self, entries: Iterable[Entry]):
+        entries = list(entries)
         self.last: dict[str, Entry] = {}
-        self.clean: dict[int | None, Entry] = {}
-        self.lines: dict[int | None, set[int]] = {}
+        self.clean: dict[Try, Entry] = {}
+        self.lines: dict[Try, set[int]] = {}
         for entry in entries:
-            self.add(entry)
+            if entry["name"].startswith("undamaged"):
+                self.add(entry)
+        for entry in entries:
+            if not entry["name"].startswith("undamaged"):
+                self.add(entry)
 
     def add(self, entry: Entry) -> None:
-        seed = entry["seed"]
         if not entry["name"].startswith("undamaged"):
             old = self.last.get(entry["name"])
-            if old is None or rank(entry) >= rank(old):
+            if old is None or self.rank(entry) >= self.rank(old):
                 self.last[entry["name"]] = entry
         elif entry["result"] == "clean":
-            kept = self.clean.setdefault(seed, entry)
-            assert kept["bits"] == entry["bits"], f"seed {seed}: other bits"
-            self.lines[seed] = unpacked(entry["lines"])
+            key = self.try_of(entry)
+            kept = self.clean.setdefault(key, entry)
+            assert kept["bits"] == entry["bits"], f"{key}: other bits"
+            self.lines[key] = unpacked(entry["lines"])
 
-    def next_seeds(self, name: str, line: int) -> list[int]:
-        """Indices in ``SEEDS`` of those left to try on a mutation, none if no other can notice."""
+    def try_of(self, entry: Entry) -> Try:
+        """The case and the seed; in old files only undamaged tries name their case."""
+        if "case" in entry:
+            return entry["case"], entry["seed"]
+        if entry["name"].startswith("undamaged"):
+            return int(entry["name"].split()[1]), entry["seed"]
+        return next(key for key in self.clean if key[1] == entry["seed"])
+
+    def tries(self) -> list[Try]:
+        """The undamaged tries in their order."""
+        return sorted(self.clean, key=lambda key: (-1 if key[1] is None else key[1], key[0]))
+
+    def all_tried(self) -> bool:
+        """Whether the undamaged kernel has been tried as often as a mutation would be."""
+        cases = {case for case, _ in self.clean}
+        plain = sum(seed is None for _, seed in self.clean)
+        # Old files have one try on the plain machine and 19 seeds.
+        return len(self.clean) == (20 if plain == 1 else SEEDS + len(cases))
+
+    def rank(self, entry: Entry) -> int:
+        """How much an entry says: a survivor of more tries says more, a noticed one most."""
+        order = self.tries()
+        return order.index(self.try_of(entry)) if entry["result"] == "survived" else len(order)
+
+    def left(self, name: str, line: int) -> list[Try]:
+        """What is left to try on a mutation, nothing if no other try can notice."""
         last = self.last.get(name)
         if last and last["result"] != "survived":
             return []
-        start = SEEDS.index(last["seed"]) + 1 if last else 0
-        # A run that does not come to the damaged line is as it was.
-        return [i for i in range(start, len(SEEDS)) if line in self.lines[SEEDS[i]]]
+        order = self.tries()
+        start = order.index(self.try_of(last)) + 1 if last else 0
+        # A try that does not come to the damaged line is as it was.
+        return [key for key in order[start:] if line in self.lines[key]]
 
 
 def holds(entry: Entry, cases: str | None) -> bool:
     """Whether an entry says something about a build with these cases."""
     noticed = entry["result"] in ("reported", "wrong", "invisible")
     return noticed or entry.get("cases") == cases
-
-
-def rank(entry: Entry) -> int:
-    """How much an entry says: a survivor of more seeds says more, a noticed one most."""
-    return SEEDS.index(entry["seed"]) if entry["result"] == "survived" else len(SEEDS)
 
 
 def read(*files: Path) -> Iterator[Entry]:
@@ -180,21 +203,21 @@ def read(*files: Path) -> Iterator[Entry]:
                 yield json.loads(line)
 
 
-def work(name: str, mutation: str | None, tries: list[tuple[int | None, str]], end: float) -> Entry:
-    """An undamaged run, or what becomes of a mutation with each seed and its bits in turn, until ``end``.
+def work(name: str, mutation: str | None, tries: list[tuple[Try, str]], end: float) -> Entry:
+    """An undamaged try, or what becomes of a mutation with each try and its bits in turn, until ``end``.
 
     ``STATE`` is filled before the processes fork.
     """
     build, ptx, named = STATE[name]
     begin = time.perf_counter()
     if mutation is None:
-        entry = undamaged(build, tries[0][0])
+        entry = undamaged(build, *tries[0][0])
     else:
         damage = build.damage(ptx, named[mutation])
         with forgotten():
-            for seed, expected in tries:
+            for (case, seed), expected in tries:
                 entry = {"name": mutation, "line": named[mutation].line}
-                entry |= judge(build, damage, seed, expected)
+                entry |= judge(build, damage, case, seed, expected)
                 if entry["result"] != "survived" or time.monotonic() > end:
                     break
     return entry | {"seconds": round(time.perf_counter() - begin, 1)}
@@ -221,7 +244,8 @@ class Run:
             e for e in read(*known, target) if e["ptx"] == self.ptx and holds(e, self.cases)
         )
         # Loads and compiles what all processes need; and this machine has the bits of the others.
-        self.add(work(name, None, [(None, "")], self.end))
+        self.order = tries_of(len(build.cases))
+        self.add(work(name, None, [(self.order[0], "")], self.end))
 
     def add(self, entry: Entry) -> None:
         entry |= {"ptx": self.ptx, "cases": self.cases}
@@ -230,18 +254,18 @@ class Run:
         assert entry["name"].split()[0] != "undamaged" or entry["result"] == "clean", entry
         self.records.add(entry)
 
-    def tries(self, pool: ProcessPoolExecutor, todo: list[tuple[str | None, list[int]]]) -> None:
-        """Each mutation with indices of seeds, and what follows from it, the lowest seeds first."""
+    def tries(self, pool: ProcessPoolExecutor, todo: list[tuple[str | None, list[Try]]]) -> None:
+        """Each mutation with tries, and what follows from it, the first tries first."""
         named = STATE[self.name][2]
         running: set[Future] = set()
         while todo or running:
-            todo.sort(key=lambda t: t[1][0])
+            todo.sort(key=lambda t: self.order.index(t[1][0]))
             while todo and len(running) < self.jobs and time.monotonic() < self.end:
                 mutation, left = todo.pop(0)
-                batch = left[:1] if left[0] == 0 else left[:BATCH]  # most are noticed at once
-                seeds = [SEEDS[i] for i in batch]
+                # Most are noticed at once.
+                batch = left[:1] if left[0] == self.order[0] else left[:BATCH]
                 clean = self.records.clean
-                tries = [(seed, clean[seed]["bits"] if mutation else "") for seed in seeds]
+                tries = [(key, clean[key]["bits"] if mutation else "") for key in batch]
                 running.add(pool.submit(work, self.name, mutation, tries, self.end))
             if not running:
                 return
@@ -251,7 +275,7 @@ class Run:
                 self.add(entry)
                 name = entry["name"]
                 if name in named:
-                    following = self.records.next_seeds(name, entry["line"])
+                    following = self.records.left(name, entry["line"])
                     if following:
                         todo.append((name, following))
 
@@ -260,13 +284,13 @@ class Run:
         # In any order, so that the part that a run has reached is a fair sample.
         order = random.Random(0).sample(list(named.items()), len(named))[:sample]
         with ProcessPoolExecutor(self.jobs, get_context("fork")) as pool:
-            missing = [i for i, seed in enumerate(SEEDS) if seed not in self.records.clean]
-            self.tries(pool, [(None, [i]) for i in missing])
-            if len(self.records.clean) < len(SEEDS):
+            missing = [key for key in self.order if key not in self.records.clean]
+            self.tries(pool, [(None, [key]) for key in missing])
+            if not self.records.all_tried():
                 return
-            todo: list[tuple[str | None, list[int]]] = []
+            todo: list[tuple[str | None, list[Try]]] = []
             for name, mutation in order:
-                left = self.records.next_seeds(name, mutation.line)
+                left = self.records.left(name, mutation.line)
                 if name not in self.records.last and (mutation.kind in INVISIBLE or not left):
                     why = INVISIBLE.get(mutation.kind, "")
                     result = "invisible" if why else "not run"
@@ -291,7 +315,7 @@ def merged(files: Sequence[Path]) -> dict[str, Records]:
 def merge(target: Path, files: Sequence[Path]) -> None:
     lines = []
     for records in merged(files).values():
-        lines += [*records.clean.values(), *records.last.values()]
+        lines += [*records.last.values(), *records.clean.values()]
     target.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
 
 
@@ -301,15 +325,16 @@ def table(files: Sequence[Path]) -> None:
         last = records.last.values()
         counts = Counter(entry["result"] for entry in last)
         survived = [entry for entry in last if entry["result"] == "survived"]
-        all_seeds = records.clean.keys() == set(SEEDS)
-        open_ = [e for e in survived if not all_seeds or records.next_seeds(e["name"], e["line"])]
+        complete = records.all_tried()
+        open_ = [e for e in survived if not complete or records.left(e["name"], e["line"])]
         noticed = counts["reported"] + counts["wrong"]
         visible = noticed + len(survived)
         print(f"{ptx}: {len(records.clean)} undamaged runs clean, {len(last)} mutations {counts}")
         print(f"  {noticed} of {visible} noticed ({noticed / max(visible, 1):.1%}),", end=" ")
-        print(f"{len(survived) - len(open_)} survived all seeds, {len(open_)} still open")
+        print(f"{len(survived) - len(open_)} survived all tries, {len(open_)} still open")
         for entry in sorted(survived, key=lambda e: e["line"]):
-            state = f"open after {entry['seed']}" if entry in open_ else "survived"
+            at = f"case {entry.get('case', '?')}, seed {entry['seed']}"
+            state = f"open after {at}" if entry in open_ else "survived"
             print(f"    {state}: line {entry['line']}, {entry['name']}")
 
 

@@ -11,6 +11,9 @@ Few stages, so that each is filled again and again. The cases of a build differ 
     late     comm workers so slow that what they wait for is there at the first look
     many     eight row blocks of a minibatch, so that the rows of a down task are there at the first look
     queued   six row blocks of own tokens, so that those of a shared down task are
+    odd      five row blocks in a minibatch and two clusters: whoever reads a block is not who wrote it
+    comm     more comm workers than items of a minibatch: who pushes it does not fetch the next
+    crossing experts of several macrobatches, more clusters than tasks of one
 """
 
 from __future__ import annotations
@@ -181,6 +184,11 @@ IDLE = Shape(32, 64, 64, 2, 1, shared_intermediate_size=64)
 LATE = Shape(1200, 256, 64, 4, 1, shared_intermediate_size=64)
 MANY = Shape(64, 64, 128, 16, 2, shared_intermediate_size=64)
 BACKWARD_WIDE = Shape(520, 512, 512, 2, 1, 1, 256)  # several tiles of each kind in one pair
+HALF_BACKWARD_WIDE = Shape(260, 512, 512, 2, 1, 1, 256)  # the same on Hopper
+BACKWARD_LATE = Shape(1200, 64, 64, 4, 1, 1, 64)  # also crossing
+BACKWARD_QUEUED = Shape(2600, 64, 64, 2, 1, 1, 64)
+ODD = Shape(64, 64, 128, 20, 2, 1, 64)
+DIRECT_ODD = Shape(64, 64, 128, 10, 2, 1, 64)
 QUEUED = Shape(2600, 64, 64, 2, 1, shared_intermediate_size=64)
 DIRECT_MANY = Shape(700, 64, 128, 8, 2, shared_intermediate_size=64)
 # With all rows on one rank; on Hopper, whose tile has half the rows.
@@ -236,16 +244,24 @@ BUILDS: dict[str, Build] = {
     "backward-ring": BackwardBuild(
         "sm_100a",
         Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 8, 4, 2),
+        Backward(Layer(BACKWARD_WIDE, "random", 2, False, 1, 1), 6, 4, 2),
         Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), "random", 2, False, 1, 1), 12, 8, 4),
         Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", 2, False, 1, 1), 24, 8, 4),
-        Backward(Layer(BACKWARD_WIDE, "random", 2, False, 1, 1), 6, 4, 2),
+        Backward(Layer(BACKWARD_LATE, "random", 2, False, 1, 2), 14, 12, 2),
+        Backward(Layer(BACKWARD_QUEUED, "random", 2, False, 2, 2), 8, 6, 2),
+        Backward(Layer(ODD, "random", 2, False, 5, 5), 10, 8, 4),
+        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 24, 22, 16),
+        Backward(Layer(BACKWARD_LATE, "random", 2, False, 1, 1), 14, 12, 4),
     ),
     "backward-direct": BackwardBuild(
         "sm_100a",
         Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "few_experts", macrobatch=1), 8, 2),
+        Backward(Layer(BACKWARD_WIDE, macrobatch=1), 4, 2),
         Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 12, 6),
         Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 24, 4),
-        Backward(Layer(BACKWARD_WIDE, macrobatch=1), 4, 2),
+        Backward(Layer(Shape(1300, 64, 64, 2, 1, 1, 64), minibatch=2, macrobatch=2), 6, 4),
+        Backward(Layer(DIRECT_ODD, minibatch=5, macrobatch=5), 6, 4),
+        Backward(Layer(Shape(600, 64, 64, 2, 1, 1, 64), macrobatch=1), 14, 10),
     ),
     "hopper-pair-ring": ForwardBuild(
         "sm_90a",
@@ -274,15 +290,25 @@ BUILDS: dict[str, Build] = {
     "hopper-backward-ring": BackwardBuild(
         "sm_90a",
         Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 4, 4, 2),
+        Backward(Layer(HALF_BACKWARD_WIDE, "random", 2, False, 1, 1), 4, 4, 2),
         Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), "random", 2, False, 1, 1), 8, 8, 4),
         Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", 2, False, 1, 1), 12, 12, 4),
+        Backward(Layer(Shape(600, 64, 64, 4, 1, 1, 64), "random", 2, False, 1, 2), 12, 12, 2),
+        Backward(Layer(Shape(1300, 64, 64, 2, 1, 1, 64), "random", 2, False, 2, 2), 6, 6, 2),
+        Backward(Layer(ODD, "random", 2, False, 5, 5), 8, 8, 4),
+        Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 14, 14, 8),
+        Backward(Layer(Shape(600, 64, 64, 4, 1, 1, 64), "random", 2, False, 1, 1), 12, 12, 4),
         pair=True,
     ),
     "hopper-backward-direct": BackwardBuild(
         "sm_90a",
         Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "few_experts", macrobatch=1), 2, 2),
+        Backward(Layer(HALF_BACKWARD_WIDE, macrobatch=1), 2, 2),
         Backward(Layer(Shape(300, 256, 256, 2, 2, 1, 256), macrobatch=1), 6, 6),
         Backward(Layer(Shape(32, 64, 64, 2, 1, 1, 64), "one_expert", macrobatch=1), 12, 12),
+        Backward(Layer(Shape(650, 64, 64, 2, 1, 1, 64), minibatch=2, macrobatch=2), 4, 4),
+        Backward(Layer(DIRECT_ODD, minibatch=5, macrobatch=5), 4, 4),
+        Backward(Layer(Shape(300, 64, 64, 2, 1, 1, 64), macrobatch=1), 10, 10),
         pair=True,
     ),
 }

@@ -60,7 +60,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
-        by_expert, expert_m, hints, lean: as ``ForwardKernel``'s. Change no bit.
+        by_expert, expert_m, hints, lean, carry: as ``ForwardKernel``'s. Change no bit.
         weight_m: row tiles that share a column tile of a weight gradient; None: ``group_m``. Changes no bit.
 
     Raises:
@@ -88,6 +88,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         weight_m: int | None = None,
         hints: bool = False,
         lean: bool | None = None,
+        carry: bool | None = None,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
@@ -102,7 +103,18 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         # With block scales a stage is larger; there all three must have been read.
         store_stages = 2 if hopper else 3 if mxfp8 else 4
         super().__init__(
-            arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, lead, pair, hints, lean
+            arch,
+            direct,
+            TILE_N,
+            stages,
+            scheduling,
+            mxfp8,
+            store_stages,
+            lead,
+            pair,
+            hints,
+            lean,
+            carry,
         )
         if self.scaled:
             # They, not the store warp, read what dgrad down of routed experts stages.

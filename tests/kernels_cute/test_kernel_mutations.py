@@ -8,7 +8,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("numba", reason="the emulator needs numba")
 
 from mok.tools.emulator.mutations import INVISIBLE
-from tests.kernel_mutations import SEEDS, Records, judge, named_mutations, packed, undamaged
+from tests.kernel_mutations import Records, judge, named_mutations, packed, tries_of, undamaged
 from tests.mutation_builds import BUILDS
 
 pytestmark = pytest.mark.emulator
@@ -33,12 +33,12 @@ def test_a_sample_is_reported():
     build = BUILDS["ring"]
     ptx = build.ptx()
     named = named_mutations(ptx)
-    clean = undamaged(build, None) | {"ptx": ""}
-    lines = Records([clean]).lines[None]
+    clean = undamaged(build, 0, None) | {"ptx": ""}
+    lines = Records([clean]).lines[0, None]
     for kind in KINDS:
         (mutation,) = [m for name, m in named.items() if name.startswith(kind + ":")]
         assert mutation.line in lines and mutation.kind not in INVISIBLE
-        found = judge(build, build.damage(ptx, mutation), None, clean["bits"])
+        found = judge(build, build.damage(ptx, mutation), 0, None, clean["bits"])
         assert found["result"] == "reported", kind
 
 
@@ -49,22 +49,44 @@ def test_most_mutations_can_be_seen():
         assert len(named) > 150 and len(visible) > 0.95 * len(named)
 
 
-def entry(name, result, seed, **more):
-    return {"name": name, "line": 7, "ptx": "0", "result": result, "seed": seed} | more
+def entry(name, result, case, seed, **more):
+    return {
+        "name": name,
+        "line": 7,
+        "ptx": "0",
+        "result": result,
+        "case": case,
+        "seed": seed,
+    } | more
+
+
+def test_the_plain_machine_comes_first():
+    tries = tries_of(3)
+    assert tries[:5] == [(0, None), (1, None), (2, None), (0, 0), (1, 1)] and len(tries) == 23
 
 
 def test_a_run_goes_on_where_files_end():
-    """Seeds whose run does not come to the line are passed over; a file's order does not matter."""
+    """Tries that do not come to the line are passed over; a file's order does not matter."""
     runs = [
-        entry("undamaged", "clean", seed, bits="1", lines=packed({6, 7} if seed == 3 else {6}))
-        for seed in SEEDS
+        entry("undamaged", "clean", *at, bits="1", lines=packed({6, 7} if at == (1, 1) else {6}))
+        for at in tries_of(2)
     ]
-    assert SEEDS[Records(runs).next_seeds("a", 7)[0]] == 3
-    tried = [entry("a", "survived", seed) for seed in (3, None)]
+    assert Records(runs).left("a", 7) == [(1, 1)] and Records(runs).all_tried()
+    tried = [entry("a", "survived", *at) for at in ((1, 1), (1, None))]
     for order in (tried, tried[::-1]):
-        assert Records(runs + order).next_seeds("a", 6)[0] == SEEDS.index(4)
-        assert Records(runs + order).next_seeds("a", 7) == []
-    noticed = Records([*runs, entry("a", "wrong", None), *tried])
-    assert noticed.last["a"]["result"] == "wrong" and noticed.next_seeds("a", 6) == []
+        assert Records(order + runs).left("a", 6)[0] == (0, 2)
+        assert Records(order + runs).left("a", 7) == []
+    noticed = Records([*runs, entry("a", "wrong", 0, None), *tried])
+    assert noticed.last["a"]["result"] == "wrong" and noticed.left("a", 6) == []
     with pytest.raises(AssertionError, match="other bits"):
-        noticed.add(entry("undamaged", "clean", 3, bits="2", lines=""))
+        noticed.add(entry("undamaged", "clean", 1, 3, bits="2", lines=""))
+
+
+def test_old_files_name_a_case_in_undamaged_tries_only():
+    runs = [
+        entry(f"undamaged {s or 0}", "clean", 0, s, bits="1", lines=packed({7})) for s in (None, 1)
+    ]
+    tried = [entry("a", "survived", 0, None)]
+    for old in runs + tried:
+        del old["case"]
+    assert Records(tried + runs).left("a", 7) == [(1, 1)]

@@ -12,7 +12,13 @@ from tests.forward_runs import ForwardRun
 
 pytestmark = pytest.mark.gpu
 
-VARIANTS = [{"lead": 1}, {"lead": 2}, {"pair": True}, {"pair": True, "lead": 2, "limited": False}]
+VARIANTS = [
+    {"lead": 1},
+    {"lead": 2},
+    {"pair": True},
+    {"pair": True, "lead": 2, "limited": False},
+    {"carry": True},
+]
 LAYERS = [LARGE_DIRECT, LARGE_RING]
 
 

@@ -122,8 +122,8 @@ class AsyncEngine:
         except EmulatorError as exc:
             if isinstance(exc, KernelFault):
                 raise
-            place = self.machine.where(op.warp, op.pc)
-            raise KernelFault(exc.rule, f"{exc.value}; {place}", exc.remedy) from exc
+            at = self.machine.where(op.warp, op.pc)
+            raise KernelFault(exc.rule, f"{exc.value}; {at}", exc.remedy, at=at) from exc
         finally:
             use(checker, before)
             self.running = outer
@@ -139,7 +139,7 @@ class AsyncEngine:
                     int(w.state[L.W_INDEX]),
                     op.start,
                     int(m.x[L.X_STEPS]),
-                    m.place(op.pc),
+                    m.where(w, op.pc).instruction,
                 )
             )
         self.machine.sync_event()
@@ -209,8 +209,10 @@ def complete_tx(
     if wrong:
         rule = L.FAULT_TEXT[L.F_MBAR_OVERFLOW if wrong == 1 else L.F_MBAR_COUNT]
         raise EmulatorError(rule, f"offset {offset:#x} of CTA {cta.coords}")
-    if checker is not None and mb_phase(signed_word(host)) != before:
-        checker.flip(host)
+    if mb_phase(signed_word(host)) != before:
+        cluster.state[L.L_PHASES] = 1
+        if checker is not None:
+            checker.flip(host)
     machine.sync_event()
 
 

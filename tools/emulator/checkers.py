@@ -1,5 +1,6 @@
 """The checkers' Python side: clocks and shadow memory of a machine, asynchronous agents."""
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from mok.tools.emulator import layout as L
 from mok.tools.emulator import phases, race
+from mok.tools.emulator.errors import Where
 from mok.tools.emulator.mapproxy import MapProxy
 
 if TYPE_CHECKING:
@@ -39,9 +41,10 @@ class Finding:
 
     rule: str
     where: str
-    other: str
+    other: str  # the other side, empty where there is none
     address: str
     lane: int
+    at: Where
 
     def __str__(self) -> str:
         text = f"{self.rule} at {self.address}: {self.where}"
@@ -69,10 +72,11 @@ class Checker:
         self.reports = np.zeros((race.MAX_REPORTS, race.REPORT_WORDS), dtype=np.int64)
         self.slot_epoch = np.zeros(self.slots, dtype=np.int64)
         self.slot_op: list[Pending | None] = [None] * self.slots
-        # Of asynchronous operations, by their epochs, and of each warp, from an epoch on: the warp, and
-        # the CTA that it belongs to then.
-        self.issuers: dict[int, tuple[int, tuple[int, int, int]]] = {}
-        self.lives: list[list[tuple[int, tuple[int, int, int]]]] = [[] for _ in range(warps)]
+        # Lives of warps, one per CTA: the warp, the CTA, and the warp's first epoch.
+        self.lives: list[tuple[int, tuple[int, int, int], int]] = []
+        self.lives_of: list[list[int]] = [[] for _ in range(warps)]
+        # Of each slot, by the epochs of its operations: the life that has issued them.
+        self.issuers = [array("l") for _ in range(self.slots)]
         self.next_slot = 0
         self.agent: Agent | None = None  # the operation whose step runs now
         self.maps = MapProxy(self)
@@ -121,7 +125,8 @@ class Checker:
     def start_warp(self, w: "Warp") -> None:
         w.state[L.W_AGENT] = w.index
         race.start_warp(self.machine.x.ctypes.data, w.state.ctypes.data)
-        self.lives[w.index].append((int(self.row(w, 0)[w.index]), w.cta.coords))
+        self.lives_of[w.index].append(len(self.lives))
+        self.lives.append((w.index, w.cta.coords, int(self.row(w, 0)[w.index])))
 
     def row(self, w: "Warp", which: int) -> np.ndarray:
         """A warp's clock (0), or what of it the asynchronous proxy sees (1)."""
@@ -151,7 +156,7 @@ class Checker:
         clock, proxy = self.tick(w), self.row(w, 1).copy()
         place = self.first_slot + slot
         clock[place] = epoch
-        self.issuers[place << 32 | epoch] = w.index, w.cta.coords
+        self.issuers[slot].append(self.lives_of[w.index][-1])
         return Agent(place, epoch, clock, proxy, pc)
 
     def own(self, agent: Agent, op: "Pending") -> None:
@@ -161,9 +166,8 @@ class Checker:
         """The operation's second phase: its later accesses are not covered by its first."""
         i = agent.slot - self.first_slot
         self.slot_epoch[i] += 1
-        issuer = self.issuers[int(agent.tag)]
+        self.issuers[i].append(self.issuers[i][agent.epoch - 1])
         agent.epoch = int(self.slot_epoch[i])
-        self.issuers[int(agent.tag)] = issuer
         agent.clock[agent.slot] = agent.epoch
 
     def observe(self, w: "Warp", agent: Agent, epoch: int | None = None) -> None:
@@ -322,6 +326,11 @@ class Checker:
 
     def findings(self) -> list[Finding]:
         """Everything reported so far."""
+        if self.machine.x[L.X_CROWDED]:
+            self.machine.warn(
+                "more barriers and flags than the checkers can follow: some of the races that are reported "
+                "may be none; give the emulator fewer SMs"
+            )
         from mok.tools.emulator.places import locate
 
         out = []
@@ -334,24 +343,26 @@ class Checker:
                 rule = rule.replace("shared memory", "tensor memory")
             else:
                 place = locate(self.machine, address)
-            out.append(Finding(rule, self._who(epoch, pc), second, place, lane))
+            _, at = self._where(epoch, pc)
+            out.append(Finding(rule, self._who(epoch, pc), second, place, lane, at))
         return out
 
     def _who(self, epoch: int, pc: int) -> str:
-        agent, moment = epoch >> 32, epoch & 0xFFFFFFFF
+        """One side of a finding in words; without an instruction when ``pc`` is negative."""
+        kind, at = self._where(epoch, max(pc, 0))
+        return kind + (str(at) if pc >= 0 else f"CTA {at.cta} warp {at.warp}")
+
+    def _where(self, epoch: int, pc: int) -> tuple[str, Where]:
+        m, agent, moment = self.machine, epoch >> 32, epoch & 0xFFFFFFFF
         if agent >= self.first_slot:
-            warp, coords = self.issuers[epoch]
-            return "operation of " + self._where(warp, coords, pc)
+            warp, coords, _ = self.lives[self.issuers[agent - self.first_slot][moment - 1]]
+            return "operation of ", m.where(m.warps[warp], pc, coords)
         warp = agent % self.num_warps
         copy = self.num_warps <= agent < 2 * self.num_warps
-        lives = self.lives[warp]  # a copy's epoch counts copies: it names the CTA that is there now
-        coords = next((c for start, c in reversed(lives) if copy or start <= moment), lives[-1][1])
-        return ("copy of " if copy else "") + self._where(warp, coords, pc)
-
-    def _where(self, warp: int, coords: tuple[int, int, int], pc: int) -> str:
-        number = int(self.machine.warps[warp].state[L.W_INDEX])
-        place = f", {self.machine.place(pc)}" if pc >= 0 else ""
-        return f"CTA {coords} warp {number}{place}"
+        lives = [self.lives[i] for i in reversed(self.lives_of[warp])]
+        # A copy's epoch counts copies: it names the CTA that is there now.
+        coords = next((c for _, c, start in lives if copy or start <= moment), lives[0][1])
+        return "copy of " if copy else "", m.where(m.warps[warp], pc, coords)
 
 
 def lane_groups(lanes: np.ndarray) -> list[int]:

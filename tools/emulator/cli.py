@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mok.tools.emulator.errors import EmulatorError
+from mok.tools.emulator.errors import EmulatorError, Where
 
 
 def emulate(
@@ -25,8 +25,8 @@ def emulate(
     ``timeline``: a Perfetto JSON file of the last run's asynchronous operations.
 
     Returns:
-        {launches: [{run, kernel, grid, steps, seconds}], reports: [{run, kind, text, …}]}; a run ends
-        at its first report.
+        {launches: [{run, kernel, grid, steps, seconds}], reports: [{run, kind, warp, ptx_line, source,
+        text}]}; a run ends with the launch that is reported.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -49,12 +49,7 @@ def emulate(
                 with emu:
                     runpy.run_path(script, run_name="__main__")
             except EmulatorError as error:
-                report = getattr(error, "report", None)
-                known = dict(vars(report)) if hasattr(report, "__dict__") else {}
-                reports.append(
-                    {"run": label, "kind": type(error).__name__, "text": str(error)}
-                    | {name: str(value) for name, value in known.items() if name != "text"}
-                )
+                reports += [{"run": label, **entry} for entry in entries(error, emu.report)]
             finally:
                 sys.argv = argv
                 if timeline is not None:
@@ -71,3 +66,21 @@ def emulate(
             ]
             progress.advance(bar)
     return {"launches": launches, "reports": reports}
+
+
+def entries(error: EmulatorError, report: Any) -> list[dict[str, Any]]:
+    """What stopped a run, as data: every finding of the checkers, and the error if it is another one."""
+
+    def entry(kind: str, at: Where | None, text: str) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "warp": f"CTA {at.cta} warp {at.warp}" if at else None,
+            "ptx_line": at.ptx_line if at else None,
+            "source": (at.source or None) if at else None,
+            "text": text,
+        }
+
+    found = [entry(f.rule, f.at, str(f)) for f in report.findings]
+    if not found or not error.rule.startswith("the checkers found"):
+        found.append(entry(error.rule, getattr(error, "at", None), str(error)))
+    return found

@@ -1,4 +1,25 @@
-"""Errors of the emulator: what rule was broken, with which value, and what to do."""
+"""Errors of the emulator: what rule was broken, where, with which value, and what to do."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Where:
+    """A warp and an instruction of it."""
+
+    cta: tuple[int, int, int]
+    warp: int  # in its CTA
+    ptx_line: int
+    text: str  # of the instruction
+    source: str  # file:line of the DSL, empty when the PTX does not say
+
+    @property
+    def instruction(self) -> str:
+        place = f"PTX line {self.ptx_line}: {self.text}"
+        return f"{place} ({self.source})" if self.source else place
+
+    def __str__(self) -> str:
+        return f"CTA {self.cta} warp {self.warp}, {self.instruction}"
 
 
 class EmulatorError(RuntimeError):
@@ -21,8 +42,15 @@ class LaunchError(EmulatorError):
 
 
 class KernelFault(EmulatorError):
-    """A checker stopped the kernel.  ``report`` holds every finding as data."""
+    """A checker stopped the kernel.  ``report`` holds every finding as data, ``at`` is where it stopped."""
 
-    def __init__(self, rule: str, value: object, remedy: str = "", report: object = None) -> None:
+    def __init__(
+        self,
+        rule: str,
+        value: object,
+        remedy: str = "",
+        report: object = None,
+        at: Where | None = None,
+    ) -> None:
         super().__init__(rule, value, remedy)
-        self.report = report
+        self.report, self.at = report, at

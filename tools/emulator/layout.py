@@ -98,7 +98,7 @@ ALU_END: Final = 1000
     W_FENCE_SCOPE,
 ) = range(32)
 W_FOREIGN: Final = 176  # a relaxed read since the start has met a release of another CTA
-W_LOOSE: Final = 177  # the warp has waited at an mbarrier with relaxed order
+W_LOOSE: Final = 177  # the warp has waited with relaxed order since an mbarrier phase has ended
 W_MISS_HOST: Final = 178  # the warp's last wait failed at this mbarrier,
 W_MISS_PARITY: Final = 179  # with this parity,
 W_MISS_PHASE: Final = 180  # when it had completed so many phases
@@ -136,6 +136,9 @@ CTA_WORDS: Final = 96
 
 # Cluster state.
 L_SIZE, L_ARRIVED, L_GEN, L_ALIVE, L_ID = range(5)
+L_PHASES: Final = 5  # an mbarrier of the cluster has completed a phase
+L_RELAXED: Final = 6  # a thread has arrived at the cluster barrier with relaxed order
+L_LOOSE: Final = 7  # both were so when the barrier was last completed
 L_SMEM: Final = 8  # shared memory base per rank
 L_SHADOW: Final = 24
 L_CTA: Final = 40
@@ -181,7 +184,10 @@ CLUSTER_WORDS: Final = 64
     X_LATE,
     X_RANGE_NUMBERS,
     X_TRACE,
-) = range(38)
+    X_SMEM,
+    X_SMEM_END,
+    X_CROWDED,
+) = range(41)
 MACHINE_WORDS: Final = 64
 
 # Stores to another GPU's memory that it does not see yet: their count, then per store its address,

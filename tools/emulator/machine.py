@@ -14,7 +14,7 @@ from mok.tools.emulator import layout as L
 from mok.tools.emulator.asyncops import AsyncEngine, BulkOps
 from mok.tools.emulator.checkers import Checker, Finding
 from mok.tools.emulator.encode import Program
-from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError
+from mok.tools.emulator.errors import EmulatorError, KernelFault, LaunchError, Where
 from mok.tools.emulator.gpus import LateStores
 from mok.tools.emulator.intercept import LaunchRequest
 from mok.tools.emulator.places import Range, aligned, fault_place
@@ -256,6 +256,8 @@ class Machine(Residency, BulkOps):
         x[L.X_CODE] = self.program.code.ctypes.data
         x[L.X_EXT] = self.program.ext.ctypes.data
         x[L.X_RANGES], x[L.X_NRANGES] = self.ranges.ctypes.data, len(self.memory)
+        x[L.X_SMEM] = self.smem.ctypes.data
+        x[L.X_SMEM_END] = self.smem.ctypes.data + self.smem.nbytes
         x[L.X_RANGE_NUMBERS] = self.range_numbers.ctypes.data
         x[L.X_GPU] = self.gpu
         if (self.range_gpus != self.gpu).any():
@@ -507,7 +509,8 @@ class Machine(Residency, BulkOps):
         except EmulatorError as exc:
             if isinstance(exc, KernelFault):
                 raise
-            raise KernelFault(exc.rule, f"{exc.value}; {self.where(w, pc)}", exc.remedy) from exc
+            at = self.where(w, pc)
+            raise KernelFault(exc.rule, f"{exc.value}; {at}", exc.remedy, at=at) from exc
         w.state[L.W_PC] = pc + 1
         return True
 
@@ -545,28 +548,23 @@ class Machine(Residency, BulkOps):
         """What the checkers have found so far."""
         return self.checker.findings() if self.checker is not None else []
 
-    def where(self, w: Warp, pc: int) -> str:
-        """A warp and an instruction, in words."""
-        return f"CTA {w.cta.coords} warp {int(w.state[L.W_INDEX])}, {self.place(pc)}"
-
-    def place(self, pc: int) -> str:
-        """An instruction: its PTX line and text, and its source line where known."""
+    def where(self, w: Warp, pc: int, cta: tuple[int, int, int] | None = None) -> Where:
+        """A warp, of the CTA that it belongs to now or of another one, and an instruction."""
         ins = self.program.source[min(pc, len(self.program.source) - 1)]
         text = ins.text if len(ins.text) <= 120 else ins.text[:117] + "..."
-        place = f"PTX line {ins.line}: {text}"
-        if ins.loc != (0, 0):
-            file = self.program.module.files.get(ins.loc[0], "?")
-            place += f" ({file}:{ins.loc[1]})"
-        return place
+        file = self.program.module.files.get(ins.loc[0], "?")
+        source = f"{file}:{ins.loc[1]}" if ins.loc != (0, 0) else ""
+        return Where(cta or w.cta.coords, int(w.state[L.W_INDEX]), ins.line, text, source)
 
     def _fault(self, w: Warp) -> None:
         s = w.state
         code = int(s[L.W_FAULT])
-        address = int(s[L.W_FAULT_ADDR])
+        address, at = int(s[L.W_FAULT_ADDR]), self.where(w, int(s[L.W_PC]))
         raise KernelFault(
             L.FAULT_TEXT.get(code, f"fault {code}"),
             f"{fault_place(self, code, address)}, lane {int(s[L.W_FAULT_LANE])}, "
-            f"size or value {int(s[L.W_FAULT_AUX])}; {self.where(w, int(s[L.W_PC]))}",
+            f"size or value {int(s[L.W_FAULT_AUX])}; {at}",
+            at=at,
         )
 
     @property

@@ -57,6 +57,8 @@ _DELETE = tuple(
         ("delete arrive", r"mbarrier\.arrive\.(?!expect_tx)"),
         ("delete copy arrive", r"cp\.async\.mbarrier\.arrive"),
         ("delete fence.proxy", r"fence\.proxy\.async"),
+        ("delete tensor map fence", r"fence\.proxy\.tensormap"),
+        ("delete tensor map copy", r"tensormap\.cp_fenceproxy"),
         ("delete memory fence", r"(?:fence\.(?:acq_rel|sc)|membar)"),
         ("delete bulk commit", r"cp\.async\.bulk\.commit_group"),
         ("delete bulk wait", r"cp\.async\.bulk\.wait_group"),
@@ -85,6 +87,11 @@ _WEAKEN = (
             r"(?<=\b)((?:ld|st|red|atom|fence|mbarrier\.arrive)"
             r"\.(?:acquire|release|acq_rel|relaxed|sc)\.)(?:cluster|gpu|sys)(?=[.;])"
         ),
+        r"\1cta",
+    ),
+    (
+        "weaken scope",
+        re.compile(r"(tensormap::generic\.(?:release|acquire)\.)(?:cluster|gpu|sys)\b"),
         r"\1cta",
     ),
 )

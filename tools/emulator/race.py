@@ -18,6 +18,8 @@ from mok.tools.emulator.intrinsics import ld32, ld64, st32, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     C_CLUSTER,
+    C_SMEM,
+    C_SMEM_SIZE,
     F_PROXY,
     F_RACE,
     F_REPLY,
@@ -40,6 +42,7 @@ from mok.tools.emulator.layout import (
     W_FOREIGN,
     WARP_WORDS,
     X_CHECK,
+    X_CROWDED,
     X_GSHADOW,
     X_LAST_RANGE,
     X_NAGENTS,
@@ -52,6 +55,8 @@ from mok.tools.emulator.layout import (
     X_RANGE_NUMBERS,
     X_RANGES,
     X_REPORTS,
+    X_SMEM,
+    X_SMEM_END,
     X_VC,
     X_WARPS,
 )
@@ -127,8 +132,11 @@ def tick(X, W):
 
 @njit
 def home(X, key):
-    """A number for an address that is the same on every host: of global memory that was just resolved
-    the offset in its tensor, of the emulator's own, which is aligned, the low bits."""
+    """A number for an address that is the same on every host: the offset in shared memory, or of global
+    memory that was just resolved in its tensor; of other memory of ours, which is aligned, the low bits."""
+    start = ld64(X + 8 * X_SMEM)
+    if start <= key < ld64(X + 8 * X_SMEM_END):
+        return key - start + (_I(1) << 40)
     n = ld64(X + 8 * X_NRANGES)
     last = ld64(X + 8 * X_LAST_RANGE)
     if last < n:
@@ -143,7 +151,8 @@ def object_row(X, key, create):
     """First clock row of a synchronisation object, found by address; 0 when absent."""
     mask = ld64(X + 8 * X_OBJECT_MASK)
     table = ld64(X + 8 * X_OBJECTS)
-    i = (home(X, key) >> 2) * 0x9E3779B1 & mask
+    i = (home(X, key) >> 2) * 0x9E3779B1
+    i = (i ^ (i >> 19)) & mask
     for _ in range(64):
         found = ld64(table + 8 * i)
         if found == key or (found == 0 and create):
@@ -154,6 +163,8 @@ def object_row(X, key, create):
         if found == 0:
             return _I(0)
         i = (i + 1) & mask
+    if create:
+        st64(X + 8 * X_CROWDED, _I(1))
     return _I(0)
 
 
@@ -430,6 +441,22 @@ def both_strong(X, kind, agent, other, other_agent):
 
 
 @njit
+def freed(X, clock, epoch, kind, addr):
+    """Whether an asynchronous write may take the place of a warp's generic write to its own CTA's shared memory.
+
+    Order is enough: the memory is that CTA's, where the write was done when its warps said so.
+    """
+    n = ld64(X + 8 * X_NWARPS)
+    warp = (epoch >> 32) - 2 * n
+    if kind & (ASYNC | WRITE) != ASYNC | WRITE or warp < 0 or warp >= n:
+        return False
+    cta = ld64(ld64(X + 8 * X_WARPS) + 8 * (WARP_WORDS * warp + W_CTA))
+    at = addr - ld64(cta + 8 * C_SMEM)
+    inside = at >= 0 and at < ld64(cta + 8 * C_SMEM_SIZE)
+    return inside and covered(clock, warp << 32 | (epoch & 0xFFFFFFFF))
+
+
+@njit
 def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
     """Checks one access to one record against its history, then records it."""
     agent = epoch >> 32
@@ -442,7 +469,8 @@ def touch(X, shadow, mask, kind, epoch, clock, proxy, pc, lane, addr, uninit):
         and not both_strong(X, kind, agent, winfo >> 8 & 255, written >> 32)
     ):
         if not covered(clock, written):
-            report(X, F_RACE, epoch, pc, lane, addr, written, winfo >> 16)
+            if not freed(X, clock, written, kind, addr):
+                report(X, F_RACE, epoch, pc, lane, addr, written, winfo >> 16)
         elif (
             kind & ASYNC
             and not kind & WRITE

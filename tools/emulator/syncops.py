@@ -29,6 +29,9 @@ from mok.tools.emulator.layout import (
     L_ALIVE,
     L_ARRIVED,
     L_GEN,
+    L_LOOSE,
+    L_PHASES,
+    L_RELAXED,
     MB_PHASE,
     MB_TX_LIMIT,
     SLEEP_WORD,
@@ -297,6 +300,9 @@ def named_barrier(X, W, c, R, m, pc):
 def cluster_complete(X, cluster):
     if ld64(cluster + 8 * L_ARRIVED) >= ld64(cluster + 8 * L_ALIVE):
         flip(X, cluster)
+        loose = ld64(cluster + 8 * L_RELAXED) & ld64(cluster + 8 * L_PHASES)
+        st64(cluster + 8 * L_LOOSE, loose)
+        st64(cluster + 8 * L_RELAXED, _I(0))
         st64(cluster + 8 * L_ARRIVED, _I(0))
         st64(cluster + 8 * L_GEN, ld64(cluster + 8 * L_GEN) + 1)
         event(X)
@@ -315,7 +321,9 @@ def cluster_arrive(X, W, m, relaxed):
             st64(W + 8 * (W_CLGEN + l), generation + 1)
     st64(cluster + 8 * L_ARRIVED, ld64(cluster + 8 * L_ARRIVED) + popc64(m))
     event(X)
-    if not relaxed:
+    if relaxed:
+        st64(cluster + 8 * L_RELAXED, _I(1))
+    else:
         publish(X, W, cluster, True)
     cluster_complete(X, cluster)
     return True
@@ -338,6 +346,8 @@ def cluster_wait(X, W, m, pc):
     for l in range(32):
         if (m >> l) & 1:
             st64(W + 8 * (W_CLGEN + l), _I(0))
+    if ld64(cluster + 8 * L_LOOSE) != 0:
+        st64(W + 8 * W_LOOSE, _I(1))
     acquire(X, W, cluster)
     return 0
 
@@ -422,6 +432,7 @@ def mbar_op(X, W, c, R, m, pc):
             return False
         if mb_phase(ld64(host)) != before:
             flip(X, host)
+            st64(ld64(ld64(W + 8 * W_CTA) + 8 * C_CLUSTER) + 8 * L_PHASES, _I(1))
     event(X)
     return True
 

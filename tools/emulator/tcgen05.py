@@ -80,6 +80,7 @@ def split(address: int) -> tuple[int, int]:
 
 
 def op_alloc(machine: Machine, w: Warp, op: Any) -> Any:
+    """tcgen05.alloc: columns for the CTA, or for both of a pair; waits until they are free."""
     lane = w.lanes()[0]
     columns = w.value(op.operands[1], lane) & 0xFFFFFFFF
     if columns < 32 or columns > COLUMNS or columns & (columns - 1):
@@ -136,6 +137,7 @@ def _allocate(machine: Machine, w: Warp, columns: int, pair: bool) -> int | None
 
 
 def op_dealloc(machine: Machine, w: Warp, op: Any) -> None:
+    """tcgen05.dealloc: frees what one allocation has got."""
     lane = w.lanes()[0]
     _, start = split(w.value(op.operands[0], lane))
     columns = w.value(op.operands[1], lane) & 0xFFFFFFFF
@@ -148,6 +150,7 @@ def op_dealloc(machine: Machine, w: Warp, op: Any) -> None:
 
 
 def op_relinquish(machine: Machine, w: Warp, op: Any) -> None:
+    """tcgen05.relinquish_alloc_permit: no allocation of the CTA may follow."""
     w.cta.extra["relinquished"] = True
 
 
@@ -209,6 +212,7 @@ def _track(machine: Machine, w: Warp, lanes: np.ndarray, cols: np.ndarray, write
 
 
 def op_ld(machine: Machine, w: Warp, op: Any) -> None:
+    """tcgen05.ld of 32-bit words, in every shape."""
     rows = op.operands[0][1] if isinstance(op.operands[0], tuple) else [op.operands[0]]
     if "red" in op.ins.mods:
         raise EmulatorError("tcgen05.ld.red is not implemented", op.ins.name)
@@ -226,6 +230,7 @@ def op_ld(machine: Machine, w: Warp, op: Any) -> None:
 
 
 def op_st(machine: Machine, w: Warp, op: Any) -> None:
+    """tcgen05.st of 32-bit words, in every shape."""
     source = op.operands[-1]
     rows = source[1] if isinstance(source, tuple) else [source]
     address = w.value(op.operands[0][1][0], w.lanes()[0]) + op.operands[0][2]

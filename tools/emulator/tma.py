@@ -355,10 +355,12 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:
+    """cp.async.bulk.commit_group: a group of the thread's bulk stores since the last one."""
     machine.bulk_commit(w)
 
 
 def op_wait(machine: Machine, w: Warp, op: Any) -> Any:
+    """cp.async.bulk.wait_group N: until the thread's newest N groups are all that is left."""
     return machine.bulk_wait(w, op.ins.operands[0][1], "read" in op.ins.mods)
 
 

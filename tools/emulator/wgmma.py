@@ -172,6 +172,7 @@ def op_mma(machine: Machine, w: Warp, op: Any) -> None:
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:
+    """wgmma.commit_group: a group of the warp's MMAs since the last one."""
     w.groups.append(w.open_ops)
     w.open_ops = []
 

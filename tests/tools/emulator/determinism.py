@@ -173,6 +173,16 @@ PROGRAMS: dict[str, tuple[Program, str]] = {  # and the package that it needs
 }
 
 
+FAULTY = (
+    "ring without a proxy fence",
+    "ring that expects too much",
+    "hand-over without a barrier",
+    "arrivals out of turn",
+    "stores out of bounds",
+    "an edited tensor map, not acquired",
+)
+
+
 def available(package: str) -> bool:
     if not package:
         return True

@@ -7,10 +7,12 @@ an H200 and in the emulator, and the record of what the H200 made of it.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -191,56 +193,84 @@ def copying(copy: Copy, publish: str = PUBLISH, acquire: str = ACQUIRE) -> str:
 Launch = Callable[[str, list[np.ndarray]], None]  # runs a kernel of one warp on copies of arrays
 
 
-def results(launch: Launch) -> dict[str, dict[str, str]]:
-    """Every program's output as hexadecimal text."""
-    edited, copied = {}, {}
+def edits(launch: Launch) -> dict[str, str]:
+    """What every edit makes of both templates, in every form, as hexadecimal text."""
+    out = {}
     for name, text in EDITS.items():
         for form in FORMS:
             for label, template in (("zeros", bytes(128)), ("filled", FILLED)):
                 before = np.frombuffer(template, dtype=np.uint8).copy()
                 after = np.zeros(128, dtype=np.uint8)
                 launch(editing(text, form), [before, after])
-                edited[f"{name}, {form}, {label}"] = after.tobytes().hex()
-    for name, copy in COPIES.items():
-        out = np.zeros(BOX_WORDS, dtype=np.uint32)
-        launch(copying(copy), [source(), np.zeros(128, dtype=np.uint8), out])
-        copied[name] = out.tobytes()[: max(copy.size, 16)].hex()
-    return {"edits": edited, "copies": copied}
+                out[f"{name}, {form}, {label}"] = after.tobytes().hex()
+    return out
+
+
+def box(launch: Launch, copy: Copy) -> str:
+    """The box that a copy brings, as hexadecimal text."""
+    out = np.zeros(BOX_WORDS, dtype=np.uint32)
+    launch(copying(copy), [source(), np.zeros(128, dtype=np.uint8), out])
+    return out.tobytes()[: copy.size].hex()
+
+
+def must(found: tuple) -> Any:
+    """The value of a driver call that has succeeded."""
+    if int(found[0]):
+        raise RuntimeError(f"the driver answers {found[0]!r}")
+    return found[1] if len(found) > 1 else None
 
 
 def on_the_gpu(text: str, arrays: list[np.ndarray]) -> None:
     """Runs kernel ``k`` of one warp through the driver, and reads every array back."""
-    import torch
     from cuda.bindings import driver
 
-    def must(found: tuple) -> object:
-        if int(found[0]):
-            raise RuntimeError(f"the driver answers {found[0]}")
-        return found[1] if len(found) > 1 else None
-
-    tensors = [torch.from_numpy(a).cuda() for a in arrays]
     module = must(driver.cuModuleLoadData((HEAD.format(arch="sm_90a") + text).encode() + b"\0"))
     function = must(driver.cuModuleGetFunction(module, b"k"))
-    pointers = np.array([t.data_ptr() for t in tensors], dtype=np.uint64)
-    places = np.array([pointers.ctypes.data + 8 * i for i in range(len(tensors))], dtype=np.uint64)
-    stream = torch.cuda.current_stream().cuda_stream
-    must(driver.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, places.ctypes.data, 0))
-    torch.cuda.synchronize()
-    for array, tensor in zip(arrays, tensors, strict=True):
-        array[:] = tensor.cpu().numpy()
+    memory = [must(driver.cuMemAlloc(a.nbytes)) for a in arrays]
+    for at, array in zip(memory, arrays, strict=True):
+        must(driver.cuMemcpyHtoD(at, array.ctypes.data, array.nbytes))
+    pointers = np.array([int(m) for m in memory], dtype=np.uint64)
+    places = np.array([pointers.ctypes.data + 8 * i for i in range(len(arrays))], dtype=np.uint64)
+    must(driver.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, 0, places.ctypes.data, 0))
+    must(driver.cuCtxSynchronize())
+    for at, array in zip(memory, arrays, strict=True):
+        must(driver.cuMemcpyDtoH(array.ctypes.data, at, array.nbytes))
+        must(driver.cuMemFree(at))
     must(driver.cuModuleUnload(module))
 
 
-def main() -> int:
-    import torch
+def use_the_gpu() -> str:
+    """Makes a context on the first GPU; its name, or nothing when it is no Hopper GPU."""
+    from cuda.bindings import driver
 
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    must(driver.cuInit(0))
+    device = must(driver.cuDeviceGet(0))
+    kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    if must(driver.cuDeviceGetAttribute(kind, device)) != 9:
+        return ""
+    must(driver.cuCtxSetCurrent(must(driver.cuDevicePrimaryCtxRetain(device))))
+    return must(driver.cuDeviceGetName(128, device)).split(b"\0")[0].decode()
+
+
+def main() -> int:
+    try:
+        device = use_the_gpu()
+    except RuntimeError:  # no driver
+        device = ""
+    if not device:
         print("This records what a Hopper GPU does, and there is none.", file=sys.stderr)
         return 2
-    torch.zeros(1, device="cuda")
-    found = results(on_the_gpu)
-    document = {"device": torch.cuda.get_device_name(), **found}
-    RECORD.write_text(json.dumps(document, indent=0) + "\n")
+    if len(sys.argv) > 1:  # one copy, in a process of its own: a wrong map ends the context
+        print(box(on_the_gpu, COPIES[sys.argv[1]]))
+        return 0
+    found: dict[str, Any] = {"device": device, "edits": edits(on_the_gpu), "copies": {}}
+    for name in COPIES:
+        command = [sys.executable, "-m", "tests.tools.emulator.tensor_maps", name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        right = done.returncode == 0
+        found["copies"][name] = done.stdout.strip() if right else None
+        print(f"{name}: {'copied' if right else done.stderr.strip().splitlines()[-1]}", flush=True)
+        RECORD.write_text(json.dumps(found, indent=0) + "\n")
     print(f"{len(found['edits'])} edits and {len(found['copies'])} copies in {RECORD}")
     return 0
 

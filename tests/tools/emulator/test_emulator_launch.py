@@ -116,6 +116,70 @@ def test_a_function_without_host_code_is_refused(build):
         outside(0, 1, 0)
 
 
+def test_a_function_that_carries_no_ptx_is_refused(build, monkeypatch):
+    with Emulator("sm_90a"):
+        function = build()
+        monkeypatch.setattr(type(function), "__ptx__", None)
+        with pytest.raises(LaunchError, match=r"must carry its PTX(.|\n)*cute\.KeepPTX"):
+            function(torch.ones(64).data_ptr(), 64, 0)
+
+
+def test_an_option_that_would_refuse_cpu_tensors_is_dropped(script, monkeypatch):
+    """With --enable-tvm-ffi the DSL's functions take tensors of a GPU only."""
+    monkeypatch.syspath_prepend(str(script.parent))
+    import cuda.bindings.driver as cuda
+    import cutlass
+    import cutlass.cute as cute
+    from double_script import Double
+
+    x = torch.ones(64)
+    with Emulator("sm_90a", num_sms=2):
+        arguments = Double(), cutlass.Int64(0), cutlass.Int32(1), cuda.CUstream(0)
+        compiled = cute.compile(*arguments, options="--enable-tvm-ffi --gpu-arch sm_90a")
+        compiled(x.data_ptr(), 64, 0)
+    assert torch.equal(x, torch.full((64,), 3.0))
+
+
+RACE = """
+    memory = cutlass.utils.SmemAllocator()
+    words = memory.allocate_tensor(Float32, cute.make_layout(64), byte_alignment=16)
+    words[thread] = 1.0
+    x[i] = words[63 - thread]
+"""
+REGISTERED = "    from mok.runtime.launch import active_emulator\n    active_emulator().register(x)\n    build("
+
+
+@pytest.mark.parametrize(
+    "line,wrong,argument,kind",
+    [
+        ("", "", "128", "global memory access outside every registered tensor"),
+        ("        x[i] = x[i] * 2.0 + 1.0\n", RACE, "64", "data race"),
+    ],
+)
+def test_what_the_command_reports_is_data(tmp_path, line, wrong, argument, kind):
+    text = SCRIPT.replace("    build(", REGISTERED)
+    if line:
+        text = text.replace("    if i < n:\n", "").replace(line, wrong)
+    path = tmp_path / "wrong.py"
+    path.write_text(text)
+    found = emulate(str(path), "sm_90a", 2, 4, arguments=[argument])
+    assert {r["run"] for r in found["reports"]} == {"seed 0", "seed 1"}
+    assert json.loads(json.dumps(found)) == found
+    for report in found["reports"]:
+        assert set(report) == {"run", "kind", "warp", "ptx_line", "source", "text"}
+        assert report["kind"] in (kind, "read of shared memory that nothing has written")
+        assert report["warp"].startswith("CTA (") and report["ptx_line"] > 0
+        assert report["text"].count("PTX line") >= 1
+    assert any(r["kind"] == kind for r in found["reports"])
+
+
+def test_a_script_that_cannot_be_launched_is_reported_without_a_place(script):
+    found = emulate(str(script), "sm_100a", 0, 4, arguments=["100"])
+    (report,) = found["reports"]
+    assert report["warp"] is None and report["ptx_line"] is None and report["run"] == "plain"
+    assert "sm_90a" in report["text"]
+
+
 def test_our_handles_are_never_unloaded(build, monkeypatch):
     """The DSL unloads a dead function's libraries through the real driver, which crashes on our handles."""
     from cutlass.cutlass_dsl import cuda_jit_executor

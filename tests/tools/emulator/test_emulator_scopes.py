@@ -123,6 +123,42 @@ def test_freeing_a_buffer_of_a_peer_needs_no_scope(seed):
         delivered(handover(NARROW + "\n" + read, "", again), seed=seed, **PAIR)
 
 
+def refill(before, wait, peer=1):
+    """CTA 1 does ``before`` and arrives at CTA 0, which has a bulk copy overwrite CTA ``peer``'s memory."""
+    here = "W:\nmbarrier.try_wait.parity.shared.b64 %p2, [%r1+8], 0;\n@!%p2 bra W;\n"
+    return kernel(
+        "mov.u32 %r0, %cluster_ctarank;\nmov.u32 %r1, smem;\nmov.u32 %r9, %tid.x;\n"
+        "ld.param.u64 %d0, [p0];\nsetp.ne.u32 %p3, %r9, 0;\n@%p3 bra S;\n"
+        "mbarrier.init.shared.b64 [%r1], 1;\nmbarrier.init.shared.b64 [%r1+8], 1;\n"
+        "fence.mbarrier_init.release.cluster;\n"
+        "mbarrier.arrive.expect_tx.shared.b64 _, [%r1+8], 16;\nS:\n"
+        "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n@%p3 bra E;\n"
+        "setp.eq.u32 %p1, %r0, 0;\n@%p1 bra R;\n"
+        "mapa.shared::cluster.u32 %r5, %r1, 0;\nadd.u32 %r6, %r5, 64;\n"
+        f"{before}\n{NARROW}\n{here * peer}bra E;\nR:\n{wait}\n"
+        f"mapa.shared::cluster.u32 %r5, %r1, {peer};\nadd.u32 %r6, %r5, 64;\nadd.u32 %r7, %r5, 8;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%d0], 16, [%r7];\n"
+        f"{here * (1 - peer)}E:\nbarrier.cluster.arrive;\nbarrier.cluster.wait;",
+        shared=128,
+    )
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_bulk_copy_may_refill_what_its_own_cta_has_written(seed):
+    """Nothing is handed over then; where another CTA wrote, its store might still be on its way."""
+    wait = "mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0;\n@!%p2 bra R;"
+    own, foreign = "st.shared.b32 [%r1+64], 5;", "st.shared::cluster.b32 [%r6], 5;"
+
+    def refilled(*arguments):
+        text, data = refill(*arguments), np.zeros(32, dtype=np.uint32)
+        run(text, data, check=True, seed=seed, **PAIR)
+
+    refilled(own, wait)
+    for damaged in ((own, ""), (foreign, wait, 0)):
+        with pytest.raises(KernelFault, match="data race"):
+            refilled(*damaged)
+
+
 def poll(load, where):
     """Writer 1 polls a flag that writer 0 raises; nothing else is handed over."""
     by = "%warpid" if where is ONE_CTA else "%cluster_ctarank" if where is PAIR else "%ctaid.x"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mok.tools.emulator import KernelFault
+from mok.tools.emulator.mutations import INVISIBLE, mutations
 from tests.tools.emulator import tensor_maps
 from tests.tools.emulator.ptx import kernel, run
 from tests.tools.emulator.tensor_maps import (
@@ -17,7 +18,6 @@ from tests.tools.emulator.tensor_maps import (
     FILLED,
     FORMS,
     PUBLISH,
-    Copy,
     copying,
     edit,
     editing,
@@ -99,7 +99,7 @@ def test_a_map_made_in_the_kernel(name, seed):
     assert copied(KNOWN[name], seed=seed, arch=arch) == expected(KNOWN[name])
 
 
-@pytest.mark.parametrize("name", COPIES.keys() - KNOWN.keys())
+@pytest.mark.parametrize("name", [n for n in COPIES if n not in KNOWN])
 def test_a_map_whose_meaning_is_not_known_is_refused(name):
     with pytest.raises(KernelFault, match=r"must be tiled(.|\n)*cp\.async\.bulk\.tensor"):
         copied(COPIES[name])
@@ -139,18 +139,26 @@ def test_an_edit_is_released_to_the_proxy_then_acquired(publish, acquire, right,
             copied(copy, publish, acquire, seed=seed)
 
 
+ONE = COPIES["one dimension"]
+IN_SHARED = (  # the same edits, in shared memory, by the whole of warp 0
+    "st.shared.v4.b32 [%r1], {%r50, %r50, %r50, %r50};\n"
+    + "".join(f"st.shared.v4.b32 [%r1+{at}], {{%r50, %r50, %r50, %r50}};\n" for at in (16, 32, 48))
+    + ONE.edits.format(space=".shared::cta", at="%r1")
+    + PUBLISH
+)
+
+
 def two_ctas(release, signal, acquire, by_another=False):
     """CTA 0 points a map at p0 and raises a flag; CTA 1 polls it and loads 32 words by the map.
 
     p1: the map, and the flag behind it; p2: what CTA 1 has loaded.  Warp 1 of CTA 1 acquires the map
     instead of warp 0, which loads, when ``by_another`` names the barrier between them.
     """
-    one = Copy(2, (100,), (), (32,), (17,), 128)
     return kernel(
         "mov.u32 %r0, %tid.x;\nmov.u32 %r1, smem;\nld.param.u64 %d0, [p0];\nld.param.u64 %d1, [p1];\n"
         "ld.param.u64 %d2, [p2];\nmov.u32 %r9, %ctaid.x;\nsetp.ne.u32 %p0, %r0, 0;\n"
         "setp.ne.u32 %p4, %r9, 0;\n@%p4 bra USE;\n@%p0 bra DONE;\n"
-        + one.edits.format(space=".global", at="%d1")
+        + ONE.edits.format(space=".global", at="%d1")
         + f"{release}\n{signal}\nbra DONE;\nUSE:\n@%p0 bra READY;\n"
         "mbarrier.init.shared.b64 [%r1+128], 1;\nfence.mbarrier_init.release.cluster;\nREADY:\n"
         "POLL: ld.acquire.gpu.global.b32 %r5, [%d1+128];\nsetp.eq.u32 %p1, %r5, 0;\n@%p1 bra POLL;\n"
@@ -293,3 +301,27 @@ def test_coordinates_that_the_map_has_not():
     arrays = aligned(tensor_maps.SOURCE_WORDS, "u4"), aligned(128), aligned(512, "u4")
     with pytest.raises(KernelFault, match="as many coordinates"):
         run(text, *arrays)
+
+
+@pytest.mark.parametrize("hand_over", ["in global memory", "by a copy"])
+def test_every_damage_to_the_hand_over_of_a_map_is_noticed(hand_over):
+    """Deletes and weakens each synchronising line, one at a time."""
+    release = WEAK
+    text = two_ctas(release, FLAG, ACQUIRE)
+    if hand_over == "by a copy":
+        text = two_ctas("", "@!%p0 " + FLAG, ACQUIRE)
+        text = text.replace(ONE.edits.format(space=".global", at="%d1"), IN_SHARED)
+        text = text.replace("@%p0 bra DONE;\n", "", 1)  # the whole warp copies
+    loaded(text)
+    damages = list(mutations(text))
+    assert {"delete tensor map fence", "weaken scope"} <= {m.kind for m in damages}
+    lost = []
+    for m in damages:
+        for seed in (None, 0, 1, 2):
+            try:
+                loaded(m.apply(text), seed=seed, max_steps=50_000)
+            except (KernelFault, AssertionError):
+                break
+        else:
+            lost.append(m)
+    assert {m.kind for m in lost} <= INVISIBLE.keys()
