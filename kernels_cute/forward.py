@@ -47,13 +47,8 @@ class ForwardKernel(ForwardRoles):
         scheduling: "clc" or "tickets"; None for the machine's default.
         trace: record begin and end of every task (``tracing``).
         name: prefix of the kernel's symbol.
-        lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
-        by_expert: runs of row blocks that share weights end with their expert. Changes no bit.
-        expert_m: row blocks of such a run, at most; even.
-        hints: Hopper: L2 gives up weights and results before other data. Changes no bit.
-        lean: Hopper: fewer instructions a K step. Changes no bit.
         carry: comm workers use bulk copies. Changes no bit.
 
     Raises:
@@ -74,45 +69,26 @@ class ForwardKernel(ForwardRoles):
         scheduling: str | None = None,
         trace: bool = False,
         name: str = "mok_forward",
-        lead: int | None = None,
         pair: bool = False,
         limited: bool = True,
-        by_expert: bool = False,
-        expert_m: int = 24,
-        hints: bool = False,
-        lean: bool | None = None,
         carry: bool | None = None,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
-        super().__init__(
-            arch,
-            direct,
-            tile_n,
-            stages,
-            scheduling,
-            mxfp8,
-            lead=lead,
-            pair=pair,
-            hints=hints,
-            lean=lean,
-            carry=carry,
-        )
+        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8, pair=pair, carry=carry)
         self.wire = wire
         self.save_context = save_context or recompute
         self.recompute = recompute
         self.trace = trace
         self.limited = limited
-        self.by_expert = by_expert
         self.name = name
         self.tile = Tile(
             m=self.machine.tile_m,
             up_n=tile_n // 2,
             down_n=tile_n,
             group_m=self.machine.group_m if group_m is None else group_m,
-            expert_m=expert_m,
             signals=self.machine.ctas,
         )
 

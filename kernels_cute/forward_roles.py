@@ -139,7 +139,6 @@ class ForwardRoles(MegaKernel):
             tile=self.tile,
             ops=DSL,
             recompute=self.recompute,
-            run=self.expert_run(ctx),
         )
 
     @cute.jit

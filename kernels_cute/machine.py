@@ -22,11 +22,12 @@ class Machine:
     Attributes:
         ctas: CTAs that work on one task: a cluster.
         pairs: whether the BF16 kernels have builds whose clusters are two CTAs with a task each (``pairs``).
-        lead, lean, carry: the defaults of the kernels' arguments.
+        carry: the default of the kernels' argument.
         tile_m: rows of a task; each CTA holds 128 of them.
         tmem_columns: columns of tensor memory, 0 where accumulators live in registers.
         acc_stages: accumulators in tensor memory.
         stages, group_m: defaults of the kernels' arguments.
+        least_stages: with which loads and MMAs do not wait for each other.
         scaled_stages: the default of ``stages`` with block scales; 0 where the MMA takes none.
         scheduling: ways to get the next task, the default first.
     """
@@ -34,13 +35,12 @@ class Machine:
     name: str
     ctas: int
     pairs: bool
-    lead: int
-    lean: bool
     carry: bool
     tile_m: int
     tmem_columns: int
     acc_stages: int
     stages: int
+    least_stages: int
     scaled_stages: int
     group_m: int
     scheduling: tuple[str, ...]
@@ -63,10 +63,8 @@ class Machine:
         return 2 if pair else self.ctas
 
 
-HOPPER = Machine("Hopper", 1, True, 0, True, False, 128, 0, 0, 4, 0, 16, ("tickets",))
-BLACKWELL = Machine(
-    "Blackwell", 2, False, 0, False, False, 256, 512, 2, 6, 5, 8, ("clc", "tickets")
-)
+HOPPER = Machine("Hopper", 1, True, False, 128, 0, 0, 4, 3, 0, 16, ("tickets",))
+BLACKWELL = Machine("Blackwell", 2, False, False, 256, 512, 2, 6, 2, 5, 8, ("clc", "tickets"))
 MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
 
@@ -99,8 +97,10 @@ def check_tile(
             f"tile_n must be 128 or 256: two halves of whole {CHUNK_N}-column chunks, at most 256",
             tile_n,
         )
-    if stages < 2:
-        raise ResourceError("stages must be at least 2", stages, "Loads need a stage of their own.")
+    # Hopper's gather hands a stage over when the next one is on its way, and the MMA warps let go of one when
+    # the next has come: with two stages they wait for each other. Blackwell's loads need a stage of their own.
+    if stages < machine.least_stages:
+        raise ResourceError(f"stages must be at least {machine.least_stages} on {arch}", stages)
     columns = machine.acc_stages * tile_n
     if columns > machine.tmem_columns:
         raise ResourceError(

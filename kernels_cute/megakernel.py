@@ -27,9 +27,8 @@ from mok.errors import ResourceError
 from . import ptx, sync, tracing
 from .carry import Hold, Worker, piece_bytes
 from .comm import Rows
-from .epilogue.halves import HalfStaging
 from .epilogue.staging import RowStaging, Staging
-from .gemm import lean_sm90, sm90, sm100, sm100_mxfp8
+from .gemm import sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
 from .invariant import Invariant
 from .machine import CHUNK_N, CONTROL_BYTES, HOPPER, check_scheduling, check_tile, machine_of
@@ -106,12 +105,7 @@ class MegaKernel(PairTurns):
             every cluster draws tickets to the end, and the grid should be what fits the GPU.
         mxfp8: routed experts in MXFP8. ``self.scaled`` says whether the MMA takes block scales.
         store_stages: staging buffers.
-        lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second, so that one multiplies
-            while the other is in its epilogue; 0 leaves it to chance, with staging buffers in common. None: the
-            machine's.
         pair: clusters of two CTAs that share B (``pairs``), in BF16 on Hopper.
-        hints: L2 gives up weights and results before other data, on Hopper.
-        lean: fewer instructions a K step, on Hopper (``gemm.lean_sm90``). None: the machine's.
         carry: comm workers move rows by bulk copies through shared memory, not through registers. None: the
             machine's.
 
@@ -120,7 +114,6 @@ class MegaKernel(PairTurns):
     """
 
     trace = False  # record begin and end of every task
-    by_expert = False  # runs of row blocks that share weights end with their expert
     quantises = False  # warps of their own quantise results (Blackwell, where none gathers)
 
     def __init__(
@@ -132,10 +125,7 @@ class MegaKernel(PairTurns):
         scheduling: str | None,
         mxfp8: bool = False,
         store_stages: int = 2,
-        lead: int | None = None,
         pair: bool = False,
-        hints: bool = False,
-        lean: bool | None = None,
         carry: bool | None = None,
     ):
         self.arch = arch
@@ -148,32 +138,17 @@ class MegaKernel(PairTurns):
             stages = self.machine.scaled_stages if self.scaled else self.machine.stages
         check_tile(arch, tile_n, stages, store_stages, self.scaled)
         self.hopper = self.machine is HOPPER
-        if lead is None:
-            lead = self.machine.lead
         if pair and (not self.machine.pairs or mxfp8):
             raise ResourceError(
                 "pairs that share B are for BF16 on Hopper", f"{arch}, mxfp8={mxfp8}"
             )
         self.pair = pair
-        # A lean gather hands a stage over when the next one is on its way, and the MMA warps let go of one
-        # when the next has come: with two stages they wait for each other.
-        if lean is None:
-            lean = self.machine.lean and stages >= 3
-        if (hints or lean) and not self.hopper:
-            raise ResourceError("hints and lean are for Hopper", arch)
-        if lean and stages < 3:
-            raise ResourceError("lean main loops need at least three stages", stages)
         self.ctas = self.machine.cluster(pair)
         if self.hopper:
             gather_warps = 2 if direct else 0
             self.first_gather_warp = 2
-            if not 0 <= lead < stages:
-                raise ResourceError("lead must be at least 0 and less than stages", lead)
-            mainloop = lean_sm90.LeanMainloop if lean else sm90.Mainloop
-            self.mainloop = mainloop(tile_n, stages, 32 * gather_warps, lead, pair, hints)
-            kind = HalfStaging if lead > 0 else Staging
-            self.staging = kind(self.mainloop.CTA_ROWS, 8, store_stages)
-            self.staging.hints = hints
+            self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps, pair)
+            self.staging = Staging(self.mainloop.CTA_ROWS, 8, store_stages)
             self.readers = 1 + gather_warps + 8  # store, gather, MMA
         else:
             gather_warps = 4 if direct else 0
@@ -194,9 +169,7 @@ class MegaKernel(PairTurns):
         self.use_clc = self.scheduling == "clc"
         # Per thread of each warpgroup: on Hopper the last two multiply; on Blackwell the second has the
         # epilogue, the third gathers.
-        self.registers = (104, 200, 200) if self.hopper else (120, 208, 168)
-        if lean:
-            self.registers = (88, 208, 208)  # fewer addresses; at 200 one of the others would spill
+        self.registers = (88, 208, 208) if self.hopper else (120, 208, 168)
         self.counts_starts = self.use_clc or not direct
 
     # ---------------------------------------------------------------- host
@@ -213,8 +186,8 @@ class MegaKernel(PairTurns):
             **self.mainloop.storage(),
             "queue_full": array[Int64, DEPTH],
             "queue_empty": array[Int64, DEPTH],
-            "store_full": array[Int64, self.staging.stages * self.staging.BARRIERS],
-            "store_empty": array[Int64, self.staging.stages * self.staging.BARRIERS],
+            "store_full": array[Int64, self.staging.stages],
+            "store_empty": array[Int64, self.staging.stages],
             "queue_words": words[array[Int32, DEPTH * WORDS], 16],
             "comm_item": array[Int32, 2],
             "order": array[Int32, 2],
@@ -429,20 +402,6 @@ class MegaKernel(PairTurns):
                 self.quantise_role(ctx, shared)
             self.cluster_sync()
 
-    def expert_run(self, ctx):
-        """``program.Run`` of the schedule; None where runs of row blocks do not end with their expert."""
-        if not self.by_expert:
-            return None
-        schedule, tile = ctx.schedule, self.tile.m
-
-        def run(block, exists):
-            at = (schedule.block_expert + block).toint()
-            at = (schedule.expert_offset + ptx.load_if(at, exists, Int32(0))).toint()
-            ends = [ptx.load_if(at + Int64(4 * i), exists, Int32(0)) for i in range(2)]
-            return ends[0] // tile, ends[1] // tile
-
-        return run
-
     # A kernel whose ``decode`` looks tickets up, which only grow, can carry how far it has got.
 
     def first_cursor(self, ctx, prog) -> NamedTuple:
@@ -466,7 +425,7 @@ class MegaKernel(PairTurns):
             cute.arch.setmaxregister_decrease(count)
 
     def agreed(self, entry: NamedTuple) -> NamedTuple:
-        """The entry, whose kind and steps all lanes know to be the same (``lean``)."""
+        """The entry, whose kind and steps all lanes know to be the same."""
         kind, k_tiles = self.common(entry.kind, entry.k_tiles)
         return entry._replace(kind=kind, k_tiles=k_tiles)
 

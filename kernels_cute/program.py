@@ -25,14 +25,12 @@ increasing order, so the first unfinished item can always run: no deadlock as lo
 and one compute worker are resident. ``tests/kernels_cute/test_program.py`` checks it on random shapes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .invariant import Invariant
 
 Int = Any  # a Python int, or the kernel language's Int32
-Run = Callable[[Int, Any], tuple[Int, Int]]
 
 # Kinds of compute task.
 END, SHARED_UP, SHARED_DOWN, UP, DOWN = 0, 1, 2, 3, 4
@@ -65,46 +63,16 @@ class Tile:
     """Rows and columns of one compute task, and the raster's group of row blocks.
 
     ``m`` rows; ``up_n`` columns of I per gate+up task (the accumulator is twice as wide); ``down_n``
-    columns of H per down task; ``group_m`` row blocks share each weight tile while it is in L2, or at
-    most ``expert_m`` where runs of blocks end with their expert; ``weight_m`` row tiles share each column tile
-    of a weight gradient, ``group_m`` if None; ``comm_m`` rows per comm item; ``signals`` arrivals per finished task, one from each CTA that
-    worked on it.
+    columns of H per down task; ``group_m`` row blocks share each weight tile while it is in L2; ``comm_m``
+    rows per comm item; ``signals`` arrivals per finished task, one from each CTA that worked on it.
     """
 
     m: int = 128
     up_n: int = 128
     down_n: int = 256
     group_m: int = 16
-    expert_m: int = 24
-    weight_m: int | None = None
     comm_m: int = 64
     signals: int = 1
-
-
-def expert_raster(
-    ops: Any, offset: Int, n_tiles: Int, blocks: Int, lo: Int, hi: Int, most: int
-) -> tuple[Int, Int]:
-    """Task ``offset`` of ``blocks`` · ``n_tiles``: (block, column tile), in runs of row blocks of one expert.
-
-    An expert's blocks [lo, hi) are cut into as few runs as have at most ``most`` blocks, equally long and
-    even, for pairs. A run's tasks follow each other, rows fastest, so its expert's weights are read once while its
-    rows are in L2. A fixed number of blocks instead would mostly straddle two experts, and read both's weights
-    beside each other, twice (docs/measurements/h200.md).
-
-    Args:
-        lo, hi: blocks of the expert that has block ``offset // n_tiles``, within these.
-    """
-    zero = 0 * offset
-    n_tiles = ops.maximum(n_tiles, 1 + zero)
-    lo, hi = ops.maximum(lo, zero), ops.minimum(hi, blocks)
-    count = ops.maximum(hi - lo, 1 + zero)
-    runs = (count + most - 1) // most
-    height = (count + 2 * runs - 1) // (2 * runs) * 2
-    first = lo + (offset // n_tiles - lo) // height * height
-    height = ops.maximum(ops.minimum(height, hi - first), 1 + zero)
-    rest = offset - first * n_tiles
-    n = rest // height
-    return first + rest - n * height, n
 
 
 class Task(NamedTuple):
@@ -147,8 +115,6 @@ class Forward(Invariant):
         ops: ``PY`` or the kernel's equivalent.
         recompute: the program that rebuilds the saved context instead: dispatch and gate+up of
             macrobatch 0, gate+up of the shared expert, no down, no combine.
-        run: (block, whether it exists) → first and end block of the block's expert. With it, runs of row
-            blocks end with their expert (``expert_raster``).
     """
 
     def __init__(
@@ -163,11 +129,9 @@ class Forward(Invariant):
         tile: Tile,
         ops: Any = PY,
         recompute: bool = False,
-        run: Run | None = None,
     ):
         self.tile = tile
         self.ops = ops
-        self.run = run
         self.recompute = recompute
         if recompute:
             rows, hidden = ops.minimum(rows, macrobatch), 0 * hidden  # no columns of H: no down
@@ -227,10 +191,7 @@ class Forward(Invariant):
         is_up = offset < blocks * self.n_up
         offset = select(is_up, offset, offset - blocks * self.n_up)
         first = minibatch * self.mb_blocks
-        is_routed = (routed >= 0) & (ticket < self.tasks)
-        block, n = self._raster(
-            offset, blocks, select(is_up, self.n_up, self.n_down), first, is_routed
-        )
+        block, n = self._raster(offset, blocks, select(is_up, self.n_up, self.n_down))
         routed_kind = select(is_up, UP + 0 * ticket, DOWN + 0 * ticket)
 
         is_shared = ticket < self.shared_tasks
@@ -250,20 +211,8 @@ class Forward(Invariant):
             minibatch=minibatch,
         )
 
-    def _raster(
-        self, offset: Int, blocks: Int, n_tiles: Int, first: Int = 0, routed: Any = None
-    ) -> tuple[Int, Int]:
-        """Groups of ``group_m`` row blocks; inside a group rows fastest, so a weight tile is reused.
-
-        ``first`` is the first of the ``blocks``; ``routed``: whether they are routed experts', whose runs count.
-        """
-        if self.run is not None:
-            lo, hi = 0 * offset, blocks
-            if routed is not None:
-                at = first + offset // self.ops.maximum(n_tiles, 1 + 0 * offset)
-                lo, hi = self.run(at, routed)
-                lo, hi = lo - first, hi - first
-            return expert_raster(self.ops, offset, n_tiles, blocks, lo, hi, self.tile.expert_m)
+    def _raster(self, offset: Int, blocks: Int, n_tiles: Int) -> tuple[Int, Int]:
+        """Groups of ``group_m`` row blocks; inside a group rows fastest, so a weight tile is reused."""
         group = self.tile.group_m
         n_tiles = self.ops.maximum(n_tiles, 1 + 0 * offset)
         which = offset // (group * n_tiles)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -48,19 +46,6 @@ def arch_of(device: torch.device | str) -> str:
     if device.type == "cpu":
         return "sm_90a"
     return {9: "sm_90a", 10: "sm_100a"}[torch.cuda.get_device_capability(device)[0]]
-
-
-def runs_of(experts):
-    """``program.Run`` of experts with so many blocks; fails where a block is asked for that does not exist."""
-    ends = list(itertools.accumulate(experts))
-
-    def run(block, exists):
-        if not exists:
-            return 0, 0
-        expert = bisect.bisect_right(ends, block)
-        return ends[expert] - experts[expert], ends[expert]
-
-    return run
 
 
 def stream_of(device: torch.device | str) -> int:

@@ -57,11 +57,9 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         mxfp8: routed experts in MXFP8 (on Hopper expanded to BF16); not with ``direct``.
         wire: with mxfp8, x_heap is quantised already (dy_heap never is). Changes no bit of any result.
         trace: record begin and end of every task (``tracing``).
-        lead: K steps by which Hopper's first MMA warpgroup runs ahead of the second. Changes no bit.
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
-        by_expert, expert_m, hints, lean, carry: as ``ForwardKernel``'s. Change no bit.
-        weight_m: row tiles that share a column tile of a weight gradient; None: ``group_m``. Changes no bit.
+        carry: as ``ForwardKernel``'s. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -80,14 +78,8 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         trace: bool = False,
         mxfp8: bool = False,
         wire: bool = False,
-        lead: int | None = None,
         pair: bool = False,
         limited: bool = True,
-        by_expert: bool = False,
-        expert_m: int = 24,
-        weight_m: int | None = None,
-        hints: bool = False,
-        lean: bool | None = None,
         carry: bool | None = None,
     ):
         if wire and not mxfp8:
@@ -102,20 +94,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
             stages = BLACKWELL_STAGES
         # With block scales a stage is larger; there all three must have been read.
         store_stages = 2 if hopper else 3 if mxfp8 else 4
-        super().__init__(
-            arch,
-            direct,
-            TILE_N,
-            stages,
-            scheduling,
-            mxfp8,
-            store_stages,
-            lead,
-            pair,
-            hints,
-            lean,
-            carry,
-        )
+        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, pair, carry)
         if self.scaled:
             # They, not the store warp, read what dgrad down of routed experts stages.
             self.quantises = True
@@ -126,8 +105,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         self.limited = limited
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
-        self.tile = backward_tile(self.machine, group_m, expert_m, weight_m)
-        self.by_expert = by_expert
+        self.tile = backward_tile(self.machine, group_m)
         self.chunks = self.tile.down_n // CHUNK_N
         # Hopper: stages behind a dgrad down's operands, in which gate and up arrive and results leave.
         self.chunk_steps = self.chunks if hopper else 0
@@ -151,7 +129,6 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
             macrobatch=sizes.macrobatch,
             tile=self.tile,
             ops=DSL,
-            run=self.expert_run(ctx),
         )
 
     def over_rows(self, side: str, address, rows, columns, batch=None):
@@ -350,7 +327,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
                 d_gate_t=tiles(d_gate_tokens_scales, I, B),
                 d_up_t=tiles(d_up_tokens_scales, I, B),
             )
-        staged = (lambda tensor: None) if cutlass.const_expr(self.scaled) else stage.tma_store_tall
+        staged = (lambda tensor: None) if cutlass.const_expr(self.scaled) else stage.tma_store
         targets = Targets(
             replay_gate=stage.tma_store(matrix(replay_gate, B, I)),
             replay_up=stage.tma_store(matrix(replay_up, B, I)),
@@ -358,9 +335,9 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
             d_up=staged(matrix(d_up, B, I)),
             weighted=staged(matrix(weighted, B, I)),
             dx=stage.tma_store(matrix(dx, dx_rows, H)),
-            shared_d_gate=stage.tma_store_tall(matrix(shared_d_gate, T, S)),
-            shared_d_up=stage.tma_store_tall(matrix(shared_d_up, T, S)),
-            shared_weighted=stage.tma_store_tall(matrix(shared_weighted, T, S)),
+            shared_d_gate=stage.tma_store(matrix(shared_d_gate, T, S)),
+            shared_d_up=stage.tma_store(matrix(shared_d_up, T, S)),
+            shared_weighted=stage.tma_store(matrix(shared_weighted, T, S)),
             shared_dx=stage.tma_store(matrix(shared_dx, T, H)),
             dw_gate=store_x(matrix(dw_gate, I, H, E)),
             dw_up=store_x(matrix(dw_up, I, H, E)),

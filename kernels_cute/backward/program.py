@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ..invariant import Invariant
 from ..machine import Machine
-from ..program import IDLE, PY, Int, Run, Tile, expert_raster
+from ..program import IDLE, PY, Int, Tile
 
 END, REPLAY, DDOWN, DX, WDOWN, WGATE, WUP = 0, 1, 2, 3, 4, 5, 6
 assert IDLE > WUP
@@ -58,20 +58,13 @@ class Item(NamedTuple):
     minibatch: Int
 
 
-def backward_tile(
-    machine: Machine,
-    group_m: int | None = None,
-    expert_m: int = 24,
-    weight_m: int | None = None,
-) -> Tile:
+def backward_tile(machine: Machine, group_m: int | None = None) -> Tile:
     """Task sizes of the backward kernel; ``group_m`` None for the machine's default."""
     return Tile(
         m=machine.tile_m,
         up_n=128,
         down_n=256,
         group_m=machine.group_m if group_m is None else group_m,
-        expert_m=expert_m,
-        weight_m=weight_m,
         signals=machine.ctas,
     )
 
@@ -81,7 +74,6 @@ class Backward(Invariant):
 
     Args:
         experts: El, this rank's experts.
-        run: as ``program.Forward``'s.
     """
 
     def __init__(
@@ -96,11 +88,9 @@ class Backward(Invariant):
         macrobatch: Int,
         tile: Tile,
         ops: Any = PY,
-        run: Run | None = None,
     ):
         self.tile = tile
         self.ops = ops
-        self.run = run
         self.experts = experts
         self.blocks = rows // tile.m
         self.mb_blocks = minibatch // tile.m
@@ -163,12 +153,7 @@ class Backward(Invariant):
         is_ddown, is_dx = after_ddown < 0, after_dx < 0
         within = select(is_ddown, ticket, after_ddown)
         n_tiles, blocks = select(is_ddown, self.shared_n_ddown, self.n_dx), self.shared_blocks
-        if self.run is None:
-            block, n = self._raster(within, blocks, n_tiles)
-        else:
-            block, n = expert_raster(
-                self.ops, within, n_tiles, blocks, zero, blocks, self.tile.expert_m
-            )
+        block, n = self._raster(within, blocks, n_tiles)
         kind, m, wn = self._weight_task(after_dx, self.shared_w_tasks, self.shared_n_ddown)
         kind = select(is_ddown, DDOWN + zero, select(is_dx, DX + zero, kind))
         return Task(kind + SHARED, select(is_dx, block, zero), m, select(is_dx, n, wn), zero, zero)
@@ -186,14 +171,7 @@ class Backward(Invariant):
         first = minibatch * self.mb_blocks
         within = select(is_replay, offset, select(is_ddown, after_replay, after_ddown))
         n_tiles = select(is_replay, self.n_up, select(is_ddown, self.n_ddown, self.n_dx))
-        if self.run is None:
-            block, n = self._raster(within, blocks, n_tiles)
-        else:
-            at = first + within // self.ops.maximum(n_tiles, 1 + zero)
-            lo, hi = self.run(at, is_dx & (offset >= 0))
-            block, n = expert_raster(
-                self.ops, within, n_tiles, blocks, lo - first, hi - first, self.tile.expert_m
-            )
+        block, n = self._raster(within, blocks, n_tiles)
         kind, m, wn, group = self.weight_task(after_dx)
         kind = select(
             is_replay, REPLAY + zero, select(is_ddown, DDOWN + zero, select(is_dx, DX + zero, kind))
@@ -215,15 +193,12 @@ class Backward(Invariant):
 
     def _weight_task(self, offset: Int, tasks: Int, n_tiles: Int) -> tuple[Int, Int, Int]:
         which = offset // self.ops.maximum(tasks, 1 + 0 * offset)
-        group = self.tile.weight_m or self.tile.group_m
-        m, n = self._raster(offset - which * tasks, self.w_m, n_tiles, group)
+        m, n = self._raster(offset - which * tasks, self.w_m, n_tiles)
         return WDOWN + which, m, n
 
-    def _raster(
-        self, offset: Int, blocks: Int, n_tiles: Int, group: int | None = None
-    ) -> tuple[Int, Int]:
-        """As in ``program.Forward``: groups of ``group_m`` (or ``group``) row tiles, rows fastest inside."""
-        group = group or self.tile.group_m
+    def _raster(self, offset: Int, blocks: Int, n_tiles: Int) -> tuple[Int, Int]:
+        """As in ``program.Forward``: groups of ``group_m`` row tiles, rows fastest inside."""
+        group = self.tile.group_m
         one = 1 + 0 * offset
         n_tiles = self.ops.maximum(n_tiles, one)
         which = offset // (group * n_tiles)

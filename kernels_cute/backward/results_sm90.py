@@ -95,7 +95,6 @@ class Results(Invariant):
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(bars.written + stage)
-            main.pass_by(bars, stage)
             stage, phase = advance(stage, phase, main.stages)
         return stage, phase, chunk, chunk_phase
 

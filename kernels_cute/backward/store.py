@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .. import sync
-from ..gemm.operands import streamed, view
+from ..gemm.operands import view
 from ..megakernel import MegaKernel
 from ..queue import next_slot
 from .program import DDOWN, DX, END, REPLAY, SHARED, WDOWN, WGATE
@@ -120,7 +120,7 @@ class StoreRoles(MegaKernel):
         if cutlass.const_expr(self.chunk_steps > 0):
             places = (shared.sA, shared.sB_half, shared.sB_half)
             in_place = tuple(
-                self.staging.partition_tall(target, place) for target, place in zip(targets, places)
+                self.staging.partition(target, place) for target, place in zip(targets, places)
             )
             written = self.store_stages(
                 shared.bars, in_place, row_tile, entry.n, stage + entry.k_tiles, written
@@ -149,11 +149,11 @@ class StoreRoles(MegaKernel):
             column = n * self.chunks + c
             cute.arch.mbarrier_wait(bars.written + at, (written >> at) & 1)
             written ^= Int32(1) << at
+            cute.arch.sync_warp()  # lane 0 may be behind, from freeing a stage; a warp stores once
             for target, slot in zip(targets, (at, 2 * at, 2 * at + 1)):
                 cute.copy(
-                    target.atom, target.tXsX[None, slot], target.tXgX[None, row_tile, column, 0],
-                    **streamed(self.staging.hints),
-                )  # fmt: skip
+                    target.atom, target.tXsX[None, slot], target.tXgX[None, row_tile, column, 0]
+                )
             cute.arch.cp_async_bulk_commit_group()
             if cutlass.const_expr(c > 0):
                 cute.arch.cp_async_bulk_wait_group(1, read=True)

@@ -10,7 +10,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .. import ptx, sync
-from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, streamed, sw128_atom
+from ..gemm.operands import Operand, Stages, Tma, make_tma, partition, sw128_atom
 from ..invariant import Invariant
 from ..sync import advance, select
 
@@ -26,8 +26,6 @@ class Staging(Invariant):
 
     CHUNK_N = 64
     PIECES = 1  # calls of ``put`` that fill a buffer
-    BARRIERS = 1  # of each kind per buffer
-    hints = False  # L2 need not keep results
     readers = 1  # warps that free a buffer: the store warp, and others that read some tiles instead
 
     def __init__(self, tile_m: int, producer_warps: int, stages: int = 2):
@@ -59,14 +57,6 @@ class Staging(Invariant):
         op = cpasync.CopyBulkTensorTileS2GOp()
         return make_tma(op, tensor, self.wide_layout, (self.CHUNK_N, self.tile_m))
 
-    def tma_store_tall(self, tensor: cute.Tensor) -> Tma:
-        """Stores of (tile_m, 64) from wherever they lie."""
-        return Staging.tma_store(self, tensor)
-
-    def partition_tall(self, tma: Tma, place: cute.Tensor) -> Operand:
-        """``partition`` for (tile_m, 64) chunks that lie in ``place``."""
-        return partition(tma, place, (self.tile_m, self.CHUNK_N))
-
     def partition_wide(self, tma: Tma, sD: cute.Tensor) -> Operand:
         """``partition`` for transposed chunks; ``sD`` is the buffers' view in ``wide_layout``."""
         return partition(tma, sD, (self.CHUNK_N, self.tile_m))
@@ -94,16 +84,12 @@ class Staging(Invariant):
         this lane gives; ``sD_row``: its address in buffer 0. Returns the next (chunk, phase).
         """
         if cutlass.const_expr(piece == 0):
-            cute.arch.mbarrier_wait(bars.empty + self.barrier_of(chunk), phase ^ 1)
+            cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
         self.write(packed, sD_row + chunk * self.chunk_bytes, row, piece)
         if cutlass.const_expr(piece == self.PIECES - 1):
-            self.hand_over(bars, self.barrier_of(chunk))
+            self.hand_over(bars, chunk)
             chunk, phase = advance(chunk, phase, self.stages)
         return chunk, phase
-
-    def barrier_of(self, chunk: Int32) -> Int32:
-        """The barrier by which this warp hands over its part of a buffer."""
-        return chunk
 
     @property
     def chunk_bytes(self) -> int:
@@ -137,7 +123,7 @@ class Staging(Invariant):
 
         ``warp_row``: the tile row (here: column) where the warp's 16 begin. Other arguments as ``put``.
         """
-        cute.arch.mbarrier_wait(bars.empty + self.barrier_of(chunk), phase ^ 1)
+        cute.arch.mbarrier_wait(bars.empty + chunk, phase ^ 1)
         lane = cute.arch.lane_idx()
         base = sD_address + chunk * (self.tile_m * self.CHUNK_N * 2) + warp_row // 64 * 8192
         column = warp_row % 64 // 8 + lane // 8 % 2  # 16-byte column of this lane's address
@@ -147,7 +133,7 @@ class Staging(Invariant):
             ]
             row = 16 * j + lane // 16 * 8 + lane % 8
             ptx.stmatrix_x4_trans(base + row * 128 + ((column ^ (row % 8)) << 4), *packed)
-        self.hand_over(bars, self.barrier_of(chunk))
+        self.hand_over(bars, chunk)
         return advance(chunk, phase, self.stages)
 
     @cute.jit
@@ -164,9 +150,8 @@ class Staging(Invariant):
         # Unlike a TMA load, a store of the DSL does not elect a lane: PTX would issue one per lane.
         with cute.arch.elect_one():
             cute.copy(
-                target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch],
-                **streamed(self.hints),
-            )  # fmt: skip
+                target.atom, target.tXsX[None, chunk], target.tXgX[None, row_tile, column, batch]
+            )
             cute.arch.cp_async_bulk_commit_group()
         if cutlass.const_expr(not first):
             cute.arch.cp_async_bulk_wait_group(1, read=True)
@@ -228,9 +213,10 @@ class Staging(Invariant):
                 for i in cutlass.range_constexpr(size):
                     target = targets[i]
                     cute.copy(
-                        target.atom, target.tXsX[None, at[i]],
-                        target.tXgX[None, row_tile, n * count + c, 0], **streamed(self.hints),
-                    )  # fmt: skip
+                        target.atom,
+                        target.tXsX[None, at[i]],
+                        target.tXgX[None, row_tile, n * count + c, 0],
+                    )
                     if cutlass.const_expr(i >= size - 1 - keep):
                         cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(keep, read=True)

@@ -1,4 +1,10 @@
-"""The gather warps of the Hopper mainloop: rows of x and dy by cp.async, as A or as columns of A."""
+"""The gather warps of the Hopper mainloop: rows of x and dy by cp.async, as A or as columns of A.
+
+The chip is bound by power, and an instruction of a warp costs about as much as moving a cache line (docs/measurements/h200.md).
+So positions that all lanes share are said to be uniform, and descriptors are made in uniform registers; the gather
+warps fence what they wrote, once, instead of eight MMA warps at each step of every task; and where all rows of a
+step exist, no copy has a predicate.
+"""
 
 from typing import NamedTuple
 
@@ -15,8 +21,8 @@ from .operands import RowSource
 class Bars(NamedTuple):
     """The mbarriers of the stages.
 
-    ``written``: the MMA warps have put results into a stage; ``issued``: the first warpgroup has started
-    its product (only with a ``lead``); ``ready``: the pair's other CTA is ready for this stage's B.
+    ``written``: the MMA warps have put results into a stage; ``ready``: the pair's other CTA is ready for this
+    stage's B. Nobody waits for ``issued``; its place is kept so that the text is the one that was measured.
     """
 
     full: cute.Pointer
@@ -24,6 +30,19 @@ class Bars(NamedTuple):
     written: cute.Pointer
     issued: cute.Pointer
     ready: cute.Pointer
+
+
+def high_divider(multiplier: Int64) -> tuple[Int32, Int32]:
+    """From M = ceil(2^36/d) of ``sync.divider`` to (m, s) with v // d = (v*m >> 32) >> s for v < 2^31.
+
+    m = ceil(2^(32+s)/d) < 2^32 with s + 1 = ceil(log2 d): m*d = 2^(32+s) + e with e < d ≤ 2^(s+1), so
+    v*e < 2^(32+s). There is none for d = 1: s is -1.
+    """
+    s = Int32(-1)
+    for i in range(5):
+        s += Int32(multiplier < Int64(1 << (36 - i)))
+    drop = 4 - cutlass.max(s, Int32(0))
+    return Int32((multiplier + (Int64(1) << drop) - 1) >> drop), s
 
 
 class Gather(Invariant):
@@ -48,6 +67,20 @@ class Gather(Invariant):
         for i in range(self.TILE_K // self.row_step):
             coming[i] = cute.arch.load(routes + i * self.row_step, Int32)
 
+    def uniform(self, *values: Int32) -> tuple[Int32, ...]:
+        """The same values, equal in all lanes."""
+        return tuple(cute.arch.make_warp_uniform(value) for value in values)
+
+    @cute.jit
+    def landed(self, bars: Bars, stage: Int32, pending: cutlass.Constexpr[int]):
+        """Hand over a stage that this warp has filled, all but its last ``pending`` groups of copies."""
+        cute.arch.cp_async_wait_group(pending)
+        # cp.async wrote through the generic proxy; wgmma reads through the async one.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(bars.full + stage)
+
     @cute.jit
     def gather_tile(
         self,
@@ -61,24 +94,43 @@ class Gather(Invariant):
         stage: Int32,
         phase: Int32,
     ) -> tuple[Int32, Int32]:
-        """Gather all K steps of A by cp.async; ``rows`` int32 [128 / row_step]: source rows, -1 for zeros."""
+        """Gather all K steps of A by cp.async; ``rows`` int32 [128 / row_step]: source rows, -1 for zeros.
+
+        A stage is handed over when the next one's copies are on their way.
+        """
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
         row_step = self.row_step
+        count = self.TILE_M // row_step
         chunk, _, target = self.place(thread, sA_address)
         source = x_address + Int64(chunk * 16)
         pitch = Int32(row_bytes)
-        for _ in cutlass.range(k_tiles, unroll=1):
+        sources = cute.make_rmem_tensor((count,), Int64)
+        exist = Int32(0)  # a bit per row
+        for i in cutlass.range_constexpr(count):
+            sources[i] = ptx.mad_wide(cutlass.max(rows[i], Int32(0)), pitch, source)
+            exist |= Int32(rows[i] >= 0) << i
+        whole = cute.arch.vote_all_sync(exist == (1 << count) - 1)
+        before = stage
+        for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             stage_target = target + stage * self.a_bytes
-            for i in cutlass.range_constexpr(self.TILE_M // row_step):
-                row = rows[i]
-                ptx.cp_async_16(
-                    stage_target + i * row_step * 128,
-                    ptx.mad_wide(cutlass.max(row, Int32(0)), pitch, source),
-                    Int32(row >= 0) * 16,
-                )
-            cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
-            source += Int64(self.TILE_K * 2)
+            if whole:
+                for i in cutlass.range_constexpr(count):
+                    ptx.copy_async_16(stage_target + i * row_step * 128, sources[i])
+            else:
+                for i in cutlass.range_constexpr(count):
+                    ptx.cp_async_16(
+                        stage_target + i * row_step * 128, sources[i], ((exist >> i) & 1) * 16
+                    )
+            cute.arch.cp_async_commit_group()
+            for i in cutlass.range_constexpr(count):
+                sources[i] = sources[i] + Int64(self.TILE_K * 2)
+            if k > 0:
+                self.landed(bars, before, 1)
+            before = stage
             stage, phase = advance(stage, phase, self.stages)
+        if k_tiles > 0:
+            self.landed(bars, before, 0)
         return stage, phase
 
     @cute.jit
@@ -126,51 +178,73 @@ class Gather(Invariant):
 
         Other arguments as ``gather``. Columns outside the matrix are zeros. A thread copies its chunk of both
         strips of 64 columns. Two warps must keep up with the MMA here, so an address is one multiplication,
-        and routes are loaded a step ahead.
+        and routes are loaded a step ahead. Handed over as in ``gather_tile``.
         """
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
         row_step = self.row_step
         per_thread = self.TILE_K // row_step
         chunk, first, target = self.place(thread, sA_address)
         pitch, columns = Int32(source.row_bytes), Int32(source.row_bytes // 2)
         first_byte = source.address + Int64(first_column + chunk * 8) * 2
-        inside = [Int32(first_column + s * 64 < columns) * 16 for s in range(self.TILE_M // 64)]
+        both = first_column + 64 < columns
+        multiplier, shift = high_divider(by_topk)
         mine = routes + first
-        ids = cute.make_rmem_tensor((per_thread,), Int32)
+        rows = cute.make_rmem_tensor((per_thread,), Int64)
         coming = cute.make_rmem_tensor((per_thread,), Int32)
         if k_tiles > 0:
             self.load_routes(coming, mine)
+        before = stage
         for k in cutlass.range(k_tiles, unroll=1):
+            exist = Int32(0)  # a bit per row
+            least = coming[0]
             for i in cutlass.range_constexpr(per_thread):
-                ids[i] = coming[i]
+                least = cutlass.min(least, coming[i])
+            whole = cute.arch.vote_all_sync((least >= 0) & both & (shift >= 0))
+            if whole:
+                for i in cutlass.range_constexpr(per_thread):
+                    token = ptx.mul_hi(coming[i], multiplier, shift)
+                    rows[i] = ptx.mad_wide(token, pitch, first_byte)
+            else:
+                for i in cutlass.range_constexpr(per_thread):
+                    exist |= Int32(coming[i] >= 0) << i
+                    token = divide(cutlass.max(coming[i], Int32(0)), by_topk)
+                    rows[i] = ptx.mad_wide(token, pitch, first_byte)
             # The last step loads its own routes again, rather than any that do not exist.
             ahead = mine + cutlass.min(k + 1, k_tiles - 1) * self.TILE_K
             self.load_routes(coming, ahead)
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             stage_target = target + stage * self.a_bytes
-            for i in cutlass.range_constexpr(per_thread):
-                valid = ids[i] >= 0
-                token = divide(cutlass.max(ids[i], Int32(0)), by_topk)
-                row = ptx.mad_wide(token, pitch, first_byte)
-                for s in cutlass.range_constexpr(self.TILE_M // 64):
+            if whole:
+                for i in cutlass.range_constexpr(per_thread):
+                    at = stage_target + i * row_step * 128
+                    ptx.copy_async_16(at, rows[i])
+                    ptx.copy_async_16(at + 8192, rows[i] + Int64(128))
+            else:
+                for i in cutlass.range_constexpr(per_thread):
+                    size = ((exist >> i) & 1) * 16
+                    at = stage_target + i * row_step * 128
+                    ptx.cp_async_16(at, rows[i], size)
                     # Where nothing is copied, the address is not used.
-                    ptx.cp_async_16(
-                        stage_target + s * 8192 + i * row_step * 128,
-                        row + Int64(s * 128),
-                        Int32(valid) * inside[s],
-                    )
-            cute.arch.cp_async_mbarrier_arrive_noinc(bars.full + stage)
+                    ptx.cp_async_16(at + 8192, rows[i] + Int64(128), size * Int32(both))
+            cute.arch.cp_async_commit_group()
+            if k > 0:
+                self.landed(bars, before, 1)
+            before = stage
             stage, phase = advance(stage, phase, self.stages)
+        if k_tiles > 0:
+            self.landed(bars, before, 0)
         return stage, phase
 
     @cute.jit
     def pass_tile(
         self, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32
     ) -> tuple[Int32, Int32]:
-        """The gather threads' part of a task whose A comes by TMA: arrive, so that counts match."""
+        """The gather warps' part of a task whose A comes by TMA: arrive, so that counts match."""
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
         for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:  # for the warp: arrivals at one address take turns
-                cute.arch.mbarrier_arrive(bars.full + stage, arrive_count=32)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(bars.full + stage)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase

@@ -38,15 +38,6 @@ class RowSource(NamedTuple):
     tma: Tma | None  # boxes of one row, where TMA gathers
 
 
-# What TMA is told about a matrix: L2 gives up its lines before others (CUTLASS, ``TMA::CacheHintSm90``).
-EVICT_FIRST = 0x12F0000000000000
-
-
-def streamed(hints: bool) -> dict[str, Int64]:
-    """Arguments of ``cute.copy`` for data that L2 need not keep, with ``hints``."""
-    return {"cache_policy": Int64(EVICT_FIRST)} if hints else {}
-
-
 def sw128_atom() -> cute.ComposedLayout:
     """8 rows of 64 BF16, K-major, in the 128-byte swizzle (16-byte chunk xor row mod 8)."""
     return cute.make_composed_layout(

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from ..invariant import Invariant
 from ..sync import advance, select
 from .gather_sm90 import Bars, Gather
-from .operands import Operand, RowSource, Tma, aligned, make_tma, partition, streamed, view
+from .operands import Operand, RowSource, Tma, aligned, make_tma, partition, view
 
 
 class Worker(Invariant):
@@ -33,32 +33,24 @@ class Mainloop(Gather):
         tile_n: accumulator columns, a multiple of 64 up to 256.
         stages: shared-memory stages; (128 + tile_n) * 128 bytes each.
         gather_threads: threads that gather rows of A (0: A always comes by TMA).
-        lead: K steps of a tile that the second warpgroup lets the first one start alone.
         pair: two CTAs keep step, and may load B for each other (``..pairs``).
-        hints: L2 gives B up before other data.
     """
 
     TILE_M = 128
     CTA_ROWS = 128  # of the tile's rows
     TILE_K = 64
     PIECE = 64  # accumulator columns that ``columns`` returns at a time
-    lean = False  # ``lean_sm90``
     WARPGROUPS = 2  # cooperative: rows 0-63 and 64-127 of one tile
 
-    def __init__(
-        self, tile_n: int, stages: int, gather_threads: int, lead: int = 0, pair: bool = False,
-        hints: bool = False,
-    ):  # fmt: skip
+    def __init__(self, tile_n: int, stages: int, gather_threads: int, pair: bool = False):
         self.tile_n = tile_n
         self.half_n = tile_n // 2
         self.stages = stages
         self.gather_threads = gather_threads
         self.a_bytes = self.TILE_M * self.TILE_K * 2
         self.b_bytes = tile_n * self.TILE_K * 2
-        self.lead = lead
         self.pair = pair
-        self.hints = hints
-        self.full_arrivals = 1 + gather_threads
+        self.full_arrivals = 1 + gather_threads // 32  # a gather warp arrives once
         self.empty_arrivals = self.WARPGROUPS * 4
 
     def setup(self) -> None:
@@ -107,10 +99,6 @@ class Mainloop(Gather):
         """FP32 ((2, 2, tile_n/8), 1, 1): column pair, row half (8 rows apart), group of 8 columns."""
         shape = self.tiled_mma().partition_shape_C((self.TILE_M, self.tile_n))
         return cute.make_rmem_tensor(shape, Float32)
-
-    def uniform(self, *values: Int32) -> tuple[Int32, ...]:
-        """What ``lean_sm90`` says of values that all lanes share."""
-        return values
 
     # ---- shared memory ----
 
@@ -220,18 +208,15 @@ class Mainloop(Gather):
                 mask = cutlass.Int16(select(shares != 0, Int32(3), Int32(1) << rank))
                 if shares == 0 or rank == 0:
                     cute.copy(
-                        left.atom, tBgB_left[None, k], left_to, tma_bar_ptr=full, mcast_mask=mask,
-                        **streamed(self.hints),
-                    )  # fmt: skip
+                        left.atom, tBgB_left[None, k], left_to, tma_bar_ptr=full, mcast_mask=mask
+                    )
                 if shares == 0 or rank == 1:
                     cute.copy(
-                        right.atom, tBgB_right[None, k], right_to, tma_bar_ptr=full, mcast_mask=mask,
-                        **streamed(self.hints),
-                    )  # fmt: skip
+                        right.atom, tBgB_right[None, k], right_to, tma_bar_ptr=full, mcast_mask=mask
+                    )
             else:
-                policy = streamed(self.hints)
-                cute.copy(left.atom, tBgB_left[None, k], left_to, tma_bar_ptr=full, **policy)
-                cute.copy(right.atom, tBgB_right[None, k], right_to, tma_bar_ptr=full, **policy)
+                cute.copy(left.atom, tBgB_left[None, k], left_to, tma_bar_ptr=full)
+                cute.copy(right.atom, tBgB_right[None, k], right_to, tma_bar_ptr=full)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 
@@ -276,7 +261,6 @@ class Mainloop(Gather):
         stage, phase, steps = self.uniform(stage, phase, steps)
         for _ in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(bars.full + stage, phase)
-            self.pass_by(bars, stage)
             self.release(bars, stage)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
@@ -363,7 +347,7 @@ class Mainloop(Gather):
         phase: Int32,
         halves: Int32,
     ) -> tuple[Int32, Int32]:
-        """``mma_tile`` of a warpgroup whose rows exist, zeros for the other one."""
+        """The product for a warpgroup whose rows exist, zeros for the other one."""
         (halves,) = self.uniform(halves)
         mine = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 <= halves
         acc.fill(0.0)  # added to, so that there is one way to have the accumulator
@@ -382,38 +366,6 @@ class Mainloop(Gather):
         return stage, phase
 
     @cute.jit
-    def mma_tile(
-        self,
-        majors: cutlass.Constexpr[str],
-        bars: Bars,
-        tCrA: cute.Tensor,
-        tCrB: cute.Tensor,
-        acc: cute.Tensor,
-        k_tiles: Int32,
-        stage: Int32,
-        phase: Int32,
-        first: cutlass.Constexpr[bool] = True,
-    ) -> tuple[Int32, Int32]:
-        """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase).
-
-        Without ``first`` the products are added to ``acc``.
-        """
-        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
-        self.follow(bars, k_tiles, stage, phase)
-        release = stage
-        self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, first)
-        stage, phase = advance(stage, phase, self.stages)
-        for _ in cutlass.range(1, k_tiles, unroll=1):
-            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
-            warpgroup.wait_group(1)
-            self.release(bars, release)
-            release = stage
-            stage, phase = advance(stage, phase, self.stages)
-        warpgroup.wait_group(0)
-        self.release(bars, release)
-        return stage, phase
-
-    @cute.jit
     def mma_add_tile(
         self,
         majors: cutlass.Constexpr[str],
@@ -425,11 +377,20 @@ class Mainloop(Gather):
         stage: Int32,
         phase: Int32,
     ) -> tuple[Int32, Int32]:
-        """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps; otherwise as ``mma_tile``."""
+        """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps, one wgmma group in flight. Returns the next (stage, phase)."""
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
         if k_tiles > 0:
-            stage, phase = self.mma_tile(
-                majors, bars, tCrA, tCrB, acc, k_tiles, stage, phase, False
-            )
+            release = stage
+            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase)
+            stage, phase = advance(stage, phase, self.stages)
+            for _ in cutlass.range(1, k_tiles, unroll=1):
+                self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase)
+                warpgroup.wait_group(1)
+                self.release(bars, release)
+                release = stage
+                stage, phase = advance(stage, phase, self.stages)
+            warpgroup.wait_group(0)
+            self.release(bars, release)
         return stage, phase
 
     @cute.jit
@@ -442,41 +403,16 @@ class Mainloop(Gather):
         acc,
         stage,
         phase,
-        first: cutlass.Constexpr[bool],
     ):
-        """Start the wgmma group of one stage; ``first`` overwrites the accumulator."""
+        """Start the wgmma group of one stage."""
         cute.arch.mbarrier_wait(bars.full + stage, phase)
-        if cutlass.const_expr(self.gather_threads > 0 and not self.lean):
-            # cp.async writes through the generic proxy, wgmma reads through the async one.
-            cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
         tiled_mma = self.tiled_mma(majors)
         for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, not (first and k_block == 0))
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             at = (None, None, k_block, stage)
             cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
         warpgroup.commit_group()
-        self.pass_by(bars, stage)
-
-    @cute.jit
-    def pass_by(self, bars: Bars, stage: Int32):
-        """With a lead: the first warpgroup has got past this stage."""
-        if cutlass.const_expr(self.lead > 0):
-            if cute.arch.thread_idx()[0] == 128:
-                cute.arch.mbarrier_arrive(bars.issued + stage)
-
-    @cute.jit
-    def follow(self, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32):
-        """With a lead: hold the second warpgroup at the start of a tile until the first is ``lead`` steps on.
-
-        The tensor cores are not idle meanwhile: one warpgroup alone keeps them busy.
-        """
-        if cutlass.const_expr(self.lead > 0):
-            if k_tiles > self.lead and cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= 8:
-                at = stage + self.lead
-                wrapped = at >= self.stages
-                at = select(wrapped, at - self.stages, at)
-                cute.arch.mbarrier_wait(bars.issued + at, select(wrapped, phase ^ 1, phase))
 
     @cute.jit
     def release(self, bars: Bars, stage: Int32):

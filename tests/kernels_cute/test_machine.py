@@ -125,12 +125,14 @@ def test_budgets_by_hand():
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_lean_needs_three_stages(direct):
+def test_hopper_needs_three_stages(direct):
     """With two the gather and the MMA warps wait for each other (seen in the emulator)."""
+    pytest.importorskip("cutlass")
+    from mok.kernels_cute.backward.kernel import BackwardKernel
     from mok.kernels_cute.forward import ForwardKernel
-    from mok.kernels_cute.gemm.lean_sm90 import LeanMainloop
 
-    kernels = [ForwardKernel(direct=direct, arch="sm_90a", stages=n) for n in (2, 3)]
-    assert [isinstance(k.mainloop, LeanMainloop) for k in kernels] == [False, True]
-    with pytest.raises(ResourceError, match="at least three stages"):
-        ForwardKernel(direct=direct, arch="sm_90a", stages=2, lean=True)
+    for kernel in (ForwardKernel, BackwardKernel):
+        kernel(direct=direct, arch="sm_90a", stages=3)
+        kernel(direct=direct, arch="sm_100a", stages=2)
+        with pytest.raises(ResourceError, match="at least 3 on sm_90a"):
+            kernel(direct=direct, arch="sm_90a", stages=2)

@@ -11,16 +11,13 @@ from mok.kernels_cute.program import (
     DISPATCH,
     DOWN,
     END,
-    PY,
     SHARED_DOWN,
     SHARED_UP,
     UP,
     Forward,
     Tile,
-    expert_raster,
     side_by_side,
 )
-from tests.helpers import runs_of
 
 
 @st.composite
@@ -28,7 +25,6 @@ def programs(draw):
     tile = Tile(
         m=draw(st.sampled_from([128, 256])),
         group_m=draw(st.integers(1, 20)),
-        expert_m=2 * draw(st.integers(1, 10)),
         signals=draw(st.integers(1, 2)),
     )
     experts = draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 20]), max_size=6))
@@ -42,7 +38,6 @@ def programs(draw):
         minibatch=minibatch,
         macrobatch=minibatch * draw(st.integers(1, 5)),
         tile=tile,
-        run=draw(st.sampled_from([None, runs_of(experts)])),
     )
 
 
@@ -217,20 +212,3 @@ def test_wraps_reuse_slots_in_processing_order(rows):
     for s in order:
         if p.previous(s) < p.minibatches:
             assert order.index(p.previous(s)) < order.index(s)
-
-
-@given(st.lists(st.sampled_from([1, 2, 3, 7, 17, 30]), max_size=6), st.integers(1, 5))
-def test_runs_end_with_their_expert(experts, n_tiles):
-    """An expert's weights are read in one piece, and again only where it has too many rows."""
-    run, blocks, most = runs_of(experts), sum(experts), 24
-    order = []
-    for offset in range(blocks * n_tiles):
-        lo, hi = run(offset // n_tiles, True)
-        order.append(expert_raster(PY, offset, n_tiles, blocks, lo, hi, most))
-    assert sorted(order) == [(b, n) for b in range(blocks) for n in range(n_tiles)]
-    expert = [e for e, count in enumerate(experts) for _ in range(count)]
-    read = [(expert[b], n) for b, n in order]
-    pieces = Counter(a for a, before in zip(read, [None, *read], strict=False) if a != before)
-    assert n_tiles == 1 or all(
-        times == -(-experts[e] // most) for (e, _), times in pieces.items()
-    )  # fmt: skip

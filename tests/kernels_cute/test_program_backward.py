@@ -8,17 +8,11 @@ from hypothesis import strategies as st
 from mok.kernels_cute.backward import program as pb
 from mok.kernels_cute.backward.program import Backward, make_plan
 from mok.kernels_cute.program import Tile
-from tests.helpers import runs_of
 
 
 @st.composite
 def cases(draw):
-    tile = Tile(
-        m=128,
-        group_m=draw(st.integers(1, 18)),
-        expert_m=2 * draw(st.integers(1, 10)),
-        weight_m=draw(st.sampled_from([None, 3, 40])),
-    )
+    tile = Tile(m=128, group_m=draw(st.integers(1, 18)))
     minibatch = tile.m * draw(st.integers(1, 4))
     experts = draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 20]), min_size=1, max_size=8))
     p = Backward(
@@ -31,7 +25,6 @@ def cases(draw):
         minibatch=minibatch,
         macrobatch=minibatch * draw(st.integers(1, 4)),
         tile=tile,
-        run=draw(st.sampled_from([None, runs_of(experts)])),
     )
     return p, experts, make_plan(p, experts)
 

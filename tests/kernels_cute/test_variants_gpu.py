@@ -1,4 +1,4 @@
-"""Pairs and leads on a Hopper GPU: exact, whatever the arguments."""
+"""Pairs and single CTAs on a Hopper GPU: exact, whatever the arguments."""
 
 import pytest
 import torch
@@ -12,13 +12,7 @@ from tests.forward_runs import ForwardRun
 
 pytestmark = pytest.mark.gpu
 
-VARIANTS = [
-    {"lead": 1},
-    {"lead": 2},
-    {"pair": True},
-    {"pair": True, "lead": 2, "limited": False},
-    {"carry": True},
-]
+VARIANTS = [{"stages": 3}, {"pair": True}, {"pair": True, "limited": False}, {"carry": True}]
 LAYERS = [LARGE_DIRECT, LARGE_RING]
 
 
