@@ -267,6 +267,14 @@ class MegaKernel(PairTurns):
         """This CTA's 128 rows of a task's row block."""
         return block if self.hopper else self.ctas * block + self.rank_in_cluster()
 
+    def halves(self, ctx, block: Int32) -> Int32:
+        """Of a routed row block, how many halves have rows: the second MMA warpgroup of Hopper may have none."""
+        if not self.hopper:
+            return Int32(2)
+        routes = ctx.schedule.rows.peer_token_idx + block * self.tile.m
+        empty = cute.arch.load(routes + self.tile.m // 2, Int32) < 0
+        return sync.select(empty, Int32(1), Int32(2))
+
     def starts(self, counter: cute.Pointer) -> Starts:
         """Started clusters against the grid's."""
         return Starts(counter, cute.arch.grid_dim()[0] // self.ctas)

@@ -339,12 +339,37 @@ class Mainloop(Gather):
 
     def take(
         self, worker: Worker, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32,
-        majors: str = "kk",
+        majors: str = "kk", halves: Int32 | int = 2,
     ) -> tuple[Int32, Int32]:  # fmt: skip
-        """Have the accumulator of the next task: multiply. Returns the next (stage, phase)."""
-        return self.mma_tile(
-            majors, bars, *worker.operands[majors], worker.acc, k_tiles, stage, phase
+        """Have the accumulator of the next task: multiply. Returns the next (stage, phase).
+
+        ``halves``: of the tile's rows, how many there are. Of one, the second warpgroup has zeros and multiplies
+        nothing.
+        """
+        return self.mma_half(
+            majors, bars, *worker.operands[majors], worker.acc, k_tiles, stage, phase, Int32(halves)
         )
+
+    @cute.jit
+    def mma_half(
+        self,
+        majors: cutlass.Constexpr[str],
+        bars: Bars,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        acc: cute.Tensor,
+        k_tiles: Int32,
+        stage: Int32,
+        phase: Int32,
+        halves: Int32,
+    ) -> tuple[Int32, Int32]:
+        """``mma_tile`` of a warpgroup whose rows exist, zeros for the other one."""
+        (halves,) = self.uniform(halves)
+        mine = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 <= halves
+        acc.fill(0.0)  # added to, so that there is one way to have the accumulator
+        steps = select(mine, k_tiles, Int32(0))
+        stage, phase = self.mma_add_tile(majors, bars, tCrA, tCrB, acc, steps, stage, phase)
+        return self.skip_tile(bars, k_tiles - steps, stage, phase)
 
     def columns(self, worker: Worker, stage: Int32, *first: int) -> list[list[Float32]]:
         """64 accumulator columns from each of ``first`` on, in the thread's order (``Staging.write``)."""
