@@ -324,3 +324,25 @@ def test_every_damage_to_the_hand_over_of_a_map_is_noticed(hand_over):
         else:
             lost.append(m)
     assert {m.kind for m in lost} <= INVISIBLE.keys()
+
+
+@pytest.mark.skipif(
+    not tensor_maps.RECORD.exists(), reason="no H200 record yet: run tensor_maps.py on one"
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_edits_are_those_of_the_h200(form):
+    record = json.loads(tensor_maps.RECORD.read_text())["edits"]
+    for name, text in EDITS.items():
+        for label, template in (("zeros", bytes(128)), ("filled", FILLED)):
+            assert edited(text, form, template).hex() == record[f"{name}, {form}, {label}"], name
+
+
+@pytest.mark.skipif(
+    not tensor_maps.RECORD.exists(), reason="no H200 record yet: run tensor_maps.py on one"
+)
+@pytest.mark.parametrize("name", KNOWN)
+def test_copies_are_those_of_the_h200(name):
+    record = json.loads(tensor_maps.RECORD.read_text())["copies"]
+    if record[name] is None:
+        pytest.fail("the H200 refuses this map: so must the emulator, take it out of KNOWN")
+    assert copied(KNOWN[name]).hex() == record[name]

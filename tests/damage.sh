@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# OUT=folder bash tests/damage.sh CORES SECONDS [BUILD …]: damage to the compiled kernels' builds on a machine with
+# many cores, the most valuable first, two at a time. From the repository's root. Restartable: goes on from the records
+# in docs/measurements/emulated, ./emu_prev and $OUT, and writes $OUT/mutations-BUILD.jsonl as it goes.
+set -u
+cores=$1
+seconds=$2
+shift 2
+builds=${*:-backward-ring backward-direct hopper-pair-direct hopper-backward-direct hopper-pair-ring hopper-backward-ring hopper-direct hopper-ring}
+out=${OUT:?}
+mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+begin=$(date +%s)
+one() {
+    build=$1
+    left=$((begin + seconds - $(date +%s) - 25))
+    if [ "$left" -lt 40 ]; then
+        echo "$build: no time left"
+        return
+    fi
+    known=$(ls docs/measurements/emulated/mutations-*.jsonl emu_prev/*.jsonl 2>/dev/null)
+    # shellcheck disable=SC2086
+    timeout $((left + 20)) python3 -m tests.kernel_mutations run "$build" "$out/mutations-$build.jsonl" \
+        --jobs "$jobs" --seconds "$left" --known $known >"$out/$build.log" 2>&1
+    echo "$build: rc $?, $(($(date +%s) - begin)) s"
+}
+jobs=$((cores * 5 / 8))
+export -f one
+export begin seconds out jobs
+# Compiled once, rather than by both at the same time.
+python3 -c 'from tests.kernel_mutations import undamaged; from tests.mutation_builds import BUILDS
+print(undamaged(BUILDS["direct"], None)["result"])'
+echo "$builds" | tr ' ' '\n' | xargs -P 2 -I{} bash -c 'one {}'
+# shellcheck disable=SC2046
+python3 -m tests.kernel_mutations table $(ls docs/measurements/emulated/mutations-*.jsonl emu_prev/*.jsonl "$out"/*.jsonl 2>/dev/null) >"$out/table.txt" 2>&1
