@@ -1,7 +1,8 @@
 """The transfers between ranks: rows pulled into the ring, rows pushed to their token's own rank.
 
 Pulls read peers' buffers that were complete before the kernel; pushes write slots that nobody reads
-before the next device barrier. So no flag crosses GPUs here, and virtual ranks run the same code.
+before the next device barrier. So no flag crosses GPUs here, and virtual ranks run the same code. Here rows
+pass through registers; ``carry`` moves them by bulk copies, ``comm_mxfp8`` quantises them on their way.
 """
 
 from typing import NamedTuple
@@ -60,9 +61,20 @@ def copy_two_pieces(
             ptx.store_16(target + at + Int64(512 * j), *values[j])
         for j in cutlass.range_constexpr(IN_FLIGHT):
             ptx.store_16(other_target + at + Int64(512 * j), *others[j])
-    else:  # one after the other, which takes fewer registers
-        copy_piece(target, source, begin, row_bytes)
-        copy_piece(other_target, other_source, begin, row_bytes)
+    else:  # a half at a time, whose bounds take registers too; most ends are no longer than one
+        half: cutlass.Constexpr[int] = IN_FLIGHT // 2
+        for h in cutlass.range_constexpr(2):
+            if begin + 512 * half * h < row_bytes:
+                offsets = [lane + 512 * (half * h + j) for j in range(half)]
+                inside = [offset < row_bytes for offset in offsets]
+                # Past the end the row's first bytes are loaded, and not used.
+                ats = [Int64(select(inside[j], offsets[j], Int32(0))) for j in range(half)]
+                values = [ptx.load_16(source + at) for at in ats]
+                others = [ptx.load_16(other_source + at) for at in ats]
+                for j in cutlass.range_constexpr(half):
+                    if inside[j]:
+                        ptx.store_16(target + ats[j], *values[j])
+                        ptx.store_16(other_target + ats[j], *others[j])
 
 
 @cute.jit
@@ -78,7 +90,8 @@ def zero_piece(target: Int64, begin: Int32, row_bytes: Int32):
 class Pairs(Invariant):
     """The pairs of rows of a comm item, cut in pieces; the item's warps take pieces in turn.
 
-    Lane l holds where rows 2l and 2l+1 go, so that no piece waits for that to be loaded.
+    Lane l holds where rows 2l and 2l+1 go, so that no piece waits for that to be loaded. All rows' first
+    pieces go before the second ones: a row's last piece may be short, and every warp gets some of those.
     """
 
     def __init__(self, rows: Rows, first: Int32, count: int):
@@ -89,13 +102,13 @@ class Pairs(Invariant):
         self.peers = [cute.arch.load(rows.peer_rank + mine + i, Int32) for i in range(2)]
         self.routes = [cute.arch.load(rows.peer_token_idx + mine + i, Int32) for i in range(2)]
         self.row_bytes = Int32(rows.row_bytes)
-        self.pieces = (self.row_bytes + (PIECE - 1)) // PIECE
-        self.units = self.pieces * (count // 2)
+        self.count = count // 2
+        self.units = (self.row_bytes + (PIECE - 1)) // PIECE * self.count
 
     def unit(self, number: Int32) -> tuple[Int32, Int32, list[Int32], list[Int32]]:
         """Of a piece: its pair of rows, its first byte, the rows' peers (-1: padding) and routes."""
-        pair = number // self.pieces
-        begin = (number - pair * self.pieces) * PIECE
+        pair = number % self.count
+        begin = number // self.count * PIECE
         peers = [cute.arch.shuffle_sync(value, pair) for value in self.peers]
         routes = [cute.arch.shuffle_sync(value, pair) for value in self.routes]
         return pair, begin, peers, routes

@@ -49,6 +49,7 @@ class ForwardKernel(ForwardRoles):
         name: prefix of the kernel's symbol.
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
+        carry: comm workers use bulk copies. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -70,12 +71,13 @@ class ForwardKernel(ForwardRoles):
         name: str = "mok_forward",
         pair: bool = False,
         limited: bool = True,
+        carry: bool | None = None,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
-        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8, pair=pair)
+        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8, pair=pair, carry=carry)
         self.wire = wire
         self.save_context = save_context or recompute
         self.recompute = recompute

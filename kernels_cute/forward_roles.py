@@ -146,9 +146,10 @@ class ForwardRoles(MegaKernel):
         """The queue entry of a ticket. Tasks without K steps pass loads, MMA and epilogue by."""
         task = prog.task(ticket)
         kind, sizes = task.kind, ctx.sizes
-        expert = Int32(0)
+        expert, halves = Int32(0), Int32(2)
         if kind == UP or kind == DOWN:
             expert = cute.arch.load(ctx.schedule.block_expert + task.block, Int32)
+            halves = self.halves(ctx, task.block)
         k_size = sync.select(
             kind == DOWN,
             sizes.intermediate,
@@ -160,7 +161,9 @@ class ForwardRoles(MegaKernel):
             k_tiles = sync.select(routed, k_size // self.mainloop.SCALED_K, k_tiles)
         k_tiles = sync.select(kind == END, Int32(0), k_tiles)
         ring_block = task.block % prog.ring_blocks
-        entry = Entry(kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket)
+        entry = Entry(
+            kind, task.block, task.n, task.minibatch, expert, k_tiles, ring_block, ticket, halves
+        )
         return entry, cursor
 
     @cute.jit
@@ -336,7 +339,7 @@ class ForwardRoles(MegaKernel):
             some = sync.select((entry.k_tiles > 0) & self.works(kind), Int32(1), Int32(0))
             (some,) = self.common(some)
             if some != 0:
-                at, phase = main.take(worker, bars, entry.k_tiles, at, phase)
+                at, phase = main.take(worker, bars, entry.k_tiles, at, phase, halves=entry.halves)
                 chunk, chunk_phase = self.common(chunk, chunk_phase)
                 if kind == UP or kind == SHARED_UP:
                     chunk, chunk_phase = self.hidden_epilogue(
@@ -506,6 +509,9 @@ class ForwardRoles(MegaKernel):
         rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers
         item_word = shared.comm_item
         count = self.tile.comm_m
+        worker = self.make_worker(shared, rows, warp)
+        worker.init()
+        phase = Int32(0)  # of the barrier of this lane's slot
         index = Int32(0)
         while index < prog.items:
             if thread == 0:
@@ -538,14 +544,14 @@ class ForwardRoles(MegaKernel):
                             buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,
                         )  # fmt: skip
                     else:
-                        comm.pull_rows(
-                            rows, item.row, count, buffers.x_heap, sizes.topk,
-                            buffers.x_ring + ring_row * rows.row_bytes, warp, WARPS,
+                        phase = worker.pull(
+                            item.row, buffers.x_heap, sizes.topk,
+                            buffers.x_ring + ring_row * rows.row_bytes, phase,
                         )  # fmt: skip
                 else:
-                    comm.push_rows(
-                        rows, item.row, count, buffers.y_ring + ring_row * rows.row_bytes,
-                        buffers.slots_heap, warp, WARPS,
+                    phase = worker.push(
+                        item.row, buffers.y_ring + ring_row * rows.row_bytes, buffers.slots_heap,
+                        phase,
                     )  # fmt: skip
                 cute.arch.sync_threads()
                 if thread == 0:

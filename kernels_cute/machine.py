@@ -22,6 +22,7 @@ class Machine:
     Attributes:
         ctas: CTAs that work on one task: a cluster.
         pairs: whether the BF16 kernels have builds whose clusters are two CTAs with a task each (``pairs``).
+        carry: the default of the kernels' argument.
         tile_m: rows of a task; each CTA holds 128 of them.
         tmem_columns: columns of tensor memory, 0 where accumulators live in registers.
         acc_stages: accumulators in tensor memory.
@@ -34,6 +35,7 @@ class Machine:
     name: str
     ctas: int
     pairs: bool
+    carry: bool
     tile_m: int
     tmem_columns: int
     acc_stages: int
@@ -61,8 +63,8 @@ class Machine:
         return 2 if pair else self.ctas
 
 
-HOPPER = Machine("Hopper", 1, True, 128, 0, 0, 4, 3, 0, 16, ("tickets",))
-BLACKWELL = Machine("Blackwell", 2, False, 256, 512, 2, 6, 2, 5, 8, ("clc", "tickets"))
+HOPPER = Machine("Hopper", 1, True, False, 128, 0, 0, 4, 3, 0, 16, ("tickets",))
+BLACKWELL = Machine("Blackwell", 2, False, False, 256, 512, 2, 6, 2, 5, 8, ("clc", "tickets"))
 MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
 

@@ -25,11 +25,13 @@ from cutlass import Float32, Int32, Int64
 from mok.errors import ResourceError
 
 from . import ptx, sync, tracing
+from .carry import Hold, Worker, piece_bytes
+from .comm import Rows
 from .epilogue.staging import RowStaging, Staging
 from .gemm import sm90, sm100, sm100_mxfp8
 from .gemm.operands import Stages, aligned, view
 from .invariant import Invariant
-from .machine import CHUNK_N, HOPPER, check_scheduling, check_tile, machine_of
+from .machine import CHUNK_N, CONTROL_BYTES, HOPPER, check_scheduling, check_tile, machine_of
 from .pairs import MAIL_WORDS, Mail, PairFeed, PairTurns
 from .program import IDLE
 from .queue import (
@@ -104,6 +106,8 @@ class MegaKernel(PairTurns):
         mxfp8: routed experts in MXFP8. ``self.scaled`` says whether the MMA takes block scales.
         store_stages: staging buffers.
         pair: clusters of two CTAs that share B (``pairs``), in BF16 on Hopper.
+        carry: comm workers move rows by bulk copies through shared memory, not through registers. None: the
+            machine's.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -122,6 +126,7 @@ class MegaKernel(PairTurns):
         mxfp8: bool = False,
         store_stages: int = 2,
         pair: bool = False,
+        carry: bool | None = None,
     ):
         self.arch = arch
         self.direct = direct
@@ -156,6 +161,10 @@ class MegaKernel(PairTurns):
             )
             # Load, store, epilogue and gather warps; in the first CTA also the MMA warp.
             self.readers = 2 + self.mainloop.EPILOGUE_WARPS + gather_warps
+        self.carry = self.machine.carry if carry is None else carry
+        # A comm CTA has the memory of stages and staging for the rows that pass through it.
+        free = self.machine.smem_bytes(tile_n, stages, store_stages, self.scaled) - CONTROL_BYTES
+        self.comm_piece = piece_bytes(free, WARPS)
         self.wait_role = sync.ROLES.index("load" if self.hopper else "scheduler")
         self.use_clc = self.scheduling == "clc"
         # Per thread of each warpgroup: on Hopper the last two multiply; on Blackwell the second has the
@@ -231,6 +240,14 @@ class MegaKernel(PairTurns):
         """This CTA's 128 rows of a task's row block."""
         return block if self.hopper else self.ctas * block + self.rank_in_cluster()
 
+    def halves(self, ctx, block: Int32) -> Int32:
+        """Of a routed row block, how many halves have rows: the second MMA warpgroup of Hopper may have none."""
+        if not self.hopper:
+            return Int32(2)
+        routes = ctx.schedule.rows.peer_token_idx + block * self.tile.m
+        empty = cute.arch.load(routes + self.tile.m // 2, Int32) < 0
+        return sync.select(empty, Int32(1), Int32(2))
+
     def starts(self, counter: cute.Pointer) -> Starts:
         """Started clusters against the grid's."""
         return Starts(counter, cute.arch.grid_dim()[0] // self.ctas)
@@ -271,6 +288,13 @@ class MegaKernel(PairTurns):
             order,
             self.make_mail(storage),
         )
+
+    def make_worker(self, shared: Shared, rows: Rows, warp: Int32) -> Worker:
+        """What a comm CTA moves rows with."""
+        hold = None
+        if self.carry:
+            hold = Hold(shared.sA.iterator.toint(), self.comm_piece, WARPS, rows.row_bytes)
+        return Worker(hold, rows, self.tile.comm_m, warp, WARPS)
 
     def make_mail(self, storage) -> Mail | None:
         """The mail of a pair, in the shared storage."""

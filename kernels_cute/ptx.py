@@ -434,6 +434,23 @@ def tma_gather_4(
     )
 
 
+def bulk_load(target: Int32, source: Int64, count: Int32, mbarrier: Int32) -> None:
+    """``count`` bytes, a multiple of 16, from global to this CTA's shared memory; the mbarrier gets them as its bytes."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, count, mbarrier],
+    )
+
+
+def bulk_store(target: Int64, source: Int32, count: Int32) -> None:
+    """``count`` bytes, a multiple of 16, from this CTA's shared to global memory, in this thread's bulk group."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target, source, count],
+    )
+
+
 # ---- wide global accesses ----
 
 

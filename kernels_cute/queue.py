@@ -53,6 +53,7 @@ class Entry(NamedTuple):
     k_tiles: Int32  # steps along the contraction
     ring_block: Int32  # row block in the ring
     ticket: Int32
+    halves: Int32  # of the row block that have rows: 1 or 2 (Hopper, else 2)
 
 
 class TaskQueue(Invariant):

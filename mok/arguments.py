@@ -119,3 +119,8 @@ def stream_handle(device: torch.device) -> int:
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes a device the current one, which is where launches go; nothing on the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often torch has seen a tensor written; 0 for one of inference mode, where it does not count."""
+    return 0 if tensor.is_inference() else int(tensor._version)

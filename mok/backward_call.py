@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mok.arguments import check_tensor
-from mok.call import Call, ForwardContext, LaunchFacts, launch_shape, num_sms
+from mok.call import Call, LaunchFacts, launch_shape, num_sms
 from mok.errors import ContextError, DtypeError, ShapeError
 from mok.kernels_cute import trace
+from mok.saved import ForwardContext
 
 GRAD_NAMES = (
     "routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down",

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from mok.arguments import check_tensor, check_tunables, per_rank, stream_of, unwrap
-from mok.call import Call, ForwardContext, LaunchFacts, Schedule, num_sms, schedule_sizes
+from mok.call import Call, LaunchFacts, num_sms, schedule_sizes
 from mok.config import Config, Shape
 from mok.errors import ContextError, DtypeError, MokError, ShapeError
+from mok.saved import ForwardContext, Schedule
 
 if TYPE_CHECKING:
     from mok.runtime.group import Group

@@ -13,7 +13,7 @@ from mok.config import Config
 from mok.reference import Case
 
 if TYPE_CHECKING:
-    from mok.call import ForwardContext, Schedule
+    from mok.saved import ForwardContext, Schedule
 
 
 class LaidOut:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mok.arguments import version_of
 from mok.errors import DtypeError, MokError, ShapeError
 from mok.reference.mxfp8 import Quantised, expand, quantise, tile_scales, untile_scales
 
@@ -432,7 +433,7 @@ class QuantisedMasters:
         if capturing(master.device):
             # Replays do not come here, and what they wrote is in the graph's own memory: not for others.
             return mxfp8_quantize(master.detach().bfloat16(), transposed=transposed)
-        seen = (master._version, master.data_ptr(), master.device)
+        seen = (version_of(master), master.data_ptr(), master.device)
         found = self._made.get(name)
         enough = found is not None and (not transposed or found[2].transposed is not None)
         if found is None or found[0] != seen or not enough:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from mok import functional, upstream_ops
-from mok.call import ForwardContext, Schedule
 from mok.errors import DtypeError, ShapeError
 from mok.layer_spec import LayerSpec, join, layer_spec, split, views
 from mok.runtime.workspace import ScheduleBuffers
+from mok.saved import ForwardContext, Schedule
 
 WEIGHTS = ("routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down")
 

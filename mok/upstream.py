@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok import call, functional
+from mok import functional
 from mok.arguments import check_tensor
 from mok.config import MAX_TOPK, Config, Shape, _require_int
 from mok.errors import DtypeError, GroupError, MokError, ResourceError, ShapeError
 from mok.mxfp8 import Mxfp8Weight
+from mok.saved import ForwardContext, Schedule
 from mok.upstream_weights import routed_weights
 
 if TYPE_CHECKING:
@@ -136,13 +137,6 @@ class MoKWorkspace:
         found = open_.get(precision) if precision else next(iter(open_.values()), None)
         if found is not None:
             return found
-        precision = precision or "bf16"
-        made = functional.create_workspace(
-            ours, self.group, device=self.device, max_tokens=self.num_local_tokens,
-            hidden_size=self.hidden_size, intermediate_size=128 if precision == "mxfp8" else 64,
-            num_experts=num_experts, topk=self.topk, precision=precision,
-        )  # fmt: skip
-        self.inner[*key, precision] = made
         other = open_.get("bf16")
         if precision == "mxfp8" and other is not None and other.last_launch is None:
             # Made for the first schedule, before the weights told the precision; nothing else used it.
@@ -154,6 +148,12 @@ class MoKWorkspace:
             except MokError as error:
                 self.noted = error  # raised after the call, in which peers wait for this rank
             other.close()
+        made = functional.create_workspace(
+            ours, self.group, device=self.device, max_tokens=self.num_local_tokens,
+            hidden_size=self.hidden_size, intermediate_size=128 if precision == "mxfp8" else 64,
+            num_experts=num_experts, topk=self.topk, precision=precision or "bf16",
+        )  # fmt: skip
+        self.inner[*key, precision or "bf16"] = made
         return made
 
     def check(self, used: Workspace) -> None:
@@ -349,8 +349,16 @@ class _Arguments:
         self.workspace = workspace.of(config, gate.shape[0] * workspace.ep_size, precision)
         width = None if shared[0] is None else shared[0].shape[0]
         self.workspace.fit(gate.shape[1], width)
+        have = (len(schedule.tokens_per_expert), len(schedule.peer_rank))
+        want = (gate.shape[0], self.workspace.sizes.capacity)
+        if have != want or schedule.top_experts.shape[1] != workspace.topk:
+            raise ShapeError(
+                f"the schedule must be of this workspace and of {want[0]} experts, with {want[1]} rows",
+                f"one of {have[0]} experts with {have[1]} rows",
+                "Build it with num_local_experts of the weights",
+            )
         buffers = _buffers(schedule, self.workspace)
-        self.schedule = call.Schedule([buffers], [schedule.top_experts])
+        self.schedule = Schedule([buffers], [schedule.top_experts])
 
 
 def _buffers(schedule: MoKSchedule, workspace: Workspace) -> Any:
@@ -381,7 +389,7 @@ def _gate(x: Tensor, weight: Tensor | None) -> Tensor | None:
     return None if weight is None else (x.float() @ weight.float().flatten()).sigmoid()
 
 
-def _context(made: call.ForwardContext) -> MoKForwardContext:
+def _context(made: ForwardContext) -> MoKForwardContext:
     none = made.gate_routed[0].new_empty(0)
 
     def first(part: Sequence[Tensor | None]) -> Tensor:
@@ -394,7 +402,7 @@ def _context(made: call.ForwardContext) -> MoKForwardContext:
     )  # fmt: skip
 
 
-def _ours(context: MoKForwardContext, workspace: Workspace, shared: bool) -> call.ForwardContext:
+def _ours(context: MoKForwardContext, workspace: Workspace, shared: bool) -> ForwardContext:
     x, scales = context.x_routed, None
     if not isinstance(x, Tensor):
         x, scales = x
@@ -403,7 +411,7 @@ def _ours(context: MoKForwardContext, workspace: Workspace, shared: bool) -> cal
             "forward_context must be of a forward call with weights of the same precision",
             f"another one, for {workspace.precision} weights",
         )
-    return call.ForwardContext(
+    return ForwardContext(
         [None if workspace.sizes.direct else x],
         [context.gate_routed],
         [context.up_routed],

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import comm, comm_mxfp8, sync, trace
+from .. import comm_mxfp8, sync, trace
 from ..epilogue.router_grad import sum_groups
 from ..machine import CHUNK_N
 from ..megakernel import WARPS, MegaKernel
@@ -26,6 +26,9 @@ class CommRoles(MegaKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         schedule, sizes, buffers, counters = ctx.schedule, ctx.sizes, ctx.buffers, ctx.counters
         item_word = shared.comm_item
+        worker = self.make_worker(shared, schedule.rows, warp)
+        worker.init()
+        phase = Int32(0)  # of the barrier of this lane's slot
         minibatch = Int32(0)  # of the last item: item numbers only grow
         index = Int32(0)
         while index < prog.items:
@@ -46,9 +49,9 @@ class CommRoles(MegaKernel):
                         )
                 cute.arch.sync_threads()
                 if item.kind == DISPATCH:
-                    self.bring_in(prog, item, schedule, sizes, buffers, warp)
+                    phase = self.bring_in(worker, prog, item, schedule, sizes, buffers, warp, phase)
                 else:
-                    self.push_out(item, schedule, sizes, buffers, warp)
+                    phase = self.push_out(worker, item, schedule, sizes, buffers, warp, phase)
                 cute.arch.sync_threads()
                 if thread == 0:
                     if item.kind == DISPATCH:
@@ -99,7 +102,7 @@ class CommRoles(MegaKernel):
             )  # fmt: skip
 
     @cute.jit
-    def bring_in(self, prog, item, schedule, sizes, buffers, warp):
+    def bring_in(self, worker, prog, item, schedule, sizes, buffers, warp, phase):
         """Pull dy rows and router weights; for a macrobatch that is replayed, x rows too.
 
         In MXFP8 the rows are quantised; their copies along the tokens, for the weight gradients, are made
@@ -109,9 +112,10 @@ class CommRoles(MegaKernel):
         ring_row = item.row % sizes.macrobatch
         replayed = prog.is_replayed(item.minibatch)
         scales = buffers.scales
-        self.pull(
-            rows, item.row, buffers.dy_heap, sizes.topk, buffers.dy_ring, scales.dy, ring_row, warp
-        )
+        phase = self.pull(
+            worker, rows, item.row, buffers.dy_heap, sizes.topk, buffers.dy_ring, scales.dy, ring_row,
+            warp, phase,
+        )  # fmt: skip
         if replayed:
             if cutlass.const_expr(self.wire):
                 comm_mxfp8.pull_quantised_rows(
@@ -119,9 +123,9 @@ class CommRoles(MegaKernel):
                     buffers.replay_x, scales.replay_x, ring_row, self.hopper, warp, WARPS,
                 )  # fmt: skip
             else:
-                self.pull(
-                    rows, item.row, buffers.x_heap, sizes.topk, buffers.replay_x, scales.replay_x,
-                    ring_row, warp,
+                phase = self.pull(
+                    worker, rows, item.row, buffers.x_heap, sizes.topk, buffers.replay_x,
+                    scales.replay_x, ring_row, warp, phase,
                 )  # fmt: skip
         if cutlass.const_expr(self.mxfp8):
             cute.arch.sync_threads()
@@ -151,10 +155,11 @@ class CommRoles(MegaKernel):
                     source = buffers.weight_heap + Int64(peer) * rows.rank_stride
                     weight = cute.arch.load(float_ptr(source) + route, Float32)
                 cute.arch.store(float_ptr(buffers.row_weight) + ring_row + i, weight)
+        return phase
 
     @cute.jit
-    def pull(self, rows, first, heap, topk, ring, scales, ring_row, warp):
-        """The rows of an item from a heap to a ring."""
+    def pull(self, worker, rows, first, heap, topk, ring, scales, ring_row, warp, phase):
+        """The rows of an item from a heap to a ring; returns the phase of this lane's slot."""
         count = self.tile.comm_m
         if cutlass.const_expr(self.mxfp8):
             comm_mxfp8.pull_rows(
@@ -162,17 +167,17 @@ class CommRoles(MegaKernel):
             )
         else:
             target = ring + Int64(ring_row) * rows.row_bytes
-            comm.pull_rows(rows, first, count, heap, topk, target, warp, WARPS)
+            phase = worker.pull(first, heap, topk, target, phase)
+        return phase
 
     @cute.jit
-    def push_out(self, item, schedule, sizes, buffers, warp):
+    def push_out(self, worker, item, schedule, sizes, buffers, warp, phase):
         """Push dx rows and router-weight gradients to the slots of their routes."""
         rows, count = schedule.rows, self.tile.comm_m
         ring_row = item.row % sizes.macrobatch
-        comm.push_rows(
-            rows, item.row, count, buffers.dx_ring + Int64(ring_row) * rows.row_bytes,
-            buffers.dx_heap, warp, WARPS,
-        )  # fmt: skip
+        phase = worker.push(
+            item.row, buffers.dx_ring + Int64(ring_row) * rows.row_bytes, buffers.dx_heap, phase
+        )
         groups = sizes.intermediate // CHUNK_N
         for i in cutlass.range(warp, count, WARPS, unroll=1):
             peer = cute.arch.load(rows.peer_rank + item.row + i, Int32)
@@ -183,3 +188,4 @@ class CommRoles(MegaKernel):
                     route = cute.arch.load(rows.peer_token_idx + item.row + i, Int32)
                     target = buffers.dw_heap + Int64(peer) * rows.rank_stride
                     cute.arch.store(float_ptr(target) + route, total)
+        return phase

@@ -59,6 +59,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         trace: record begin and end of every task (``tracing``).
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
+        carry: as ``ForwardKernel``'s. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -79,6 +80,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         wire: bool = False,
         pair: bool = False,
         limited: bool = True,
+        carry: bool | None = None,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
@@ -92,7 +94,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
             stages = BLACKWELL_STAGES
         # With block scales a stage is larger; there all three must have been read.
         store_stages = 2 if hopper else 3 if mxfp8 else 4
-        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, pair)
+        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, pair, carry)
         if self.scaled:
             # They, not the store warp, read what dgrad down of routed experts stages.
             self.quantises = True

@@ -81,6 +81,7 @@ class LoadRoles(MegaKernel):
             kind, m, n, group = prog.weight_task(ticket - tasks_end)
             group += placed
         expert, first, end, earlier, later = zero, zero, zero, zero, zero
+        halves = Int32(2)
         k_size = sizes.hidden  # elements of the contraction
         if kind >= WDOWN and kind <= WUP:
             words = schedule.groups + group * GROUP_WORDS
@@ -91,8 +92,11 @@ class LoadRoles(MegaKernel):
             later = cute.arch.load(words + 4, Int32)
             block = first
             k_size = (end - first) * self.tile.m
+            if end > first:
+                k_size -= self.padding(ctx, end)
         elif kind == REPLAY or kind == DDOWN or kind == DX:
             expert = cute.arch.load(schedule.block_expert + block, Int32)
+            halves = self.halves(ctx, block)
             k_size = select(kind == DX, 2 * sizes.intermediate, k_size)
         elif kind > SHARED + DX:
             k_size = sizes.tokens
@@ -103,9 +107,21 @@ class LoadRoles(MegaKernel):
             k_tiles = select(kind < SHARED, k_size // self.mainloop.SCALED_K, k_tiles)
         entry = Entry(
             kind, block, block % prog.ring_blocks, m, n, block // prog.mb_blocks, expert,
-            k_tiles, group, first, end, earlier, later, ticket,
+            k_tiles, group, first, end, earlier, later, ticket, halves,
         )  # fmt: skip
         return entry, Cursor(minibatch, tasks_end, placed, total)
+
+    def padding(self, ctx, end) -> Int32:
+        """Rows that K steps need not take: whole steps of padding, which is what a segment ends with.
+
+        Zeros that are not added change no bit.
+        """
+        unit = self.mainloop.SCALED_K if self.scaled else self.mainloop.TILE_K
+        routes = ctx.schedule.rows.peer_token_idx + end * self.tile.m
+        unused = Int32(0)
+        for i in range(1, self.tile.m // unit):
+            unused += select(cute.arch.load(routes - i * unit, Int32) < 0, Int32(unit), Int32(0))
+        return unused
 
     # ---- waits: each on work that comes earlier in the program ----
 

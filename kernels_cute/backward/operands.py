@@ -210,6 +210,7 @@ class Entry(NamedTuple):
     earlier: Int32  # the accumulator starts from the group before
     later: Int32  # the accumulator goes to the group after
     ticket: Int32
+    halves: Int32  # of the row block that have rows: 1 or 2 (Hopper, else 2)
 
 
 class Counters(NamedTuple):

@@ -87,7 +87,9 @@ class ResultRoles(MegaKernel):
                     at, phase = main.skip_tile(bars, entry.k_tiles, at, phase)
                     step = Int32(END)
             if kind == REPLAY:
-                at, phase = main.take(worker, bars, entry.k_tiles, at, phase, "kk")
+                at, phase = main.take(
+                    worker, bars, entry.k_tiles, at, phase, "kk", halves=entry.halves
+                )
                 chunk, chunk_phase = self.replay_epilogue(shared, worker, at, chunk, chunk_phase)
                 at, phase = main.give_back(worker, bars, at, phase)
             elif step == DDOWN:
@@ -95,7 +97,9 @@ class ResultRoles(MegaKernel):
                     ctx, shared, worker, entry, at, phase, chunk, chunk_phase
                 )
             elif step == DX:
-                at, phase = main.take(worker, bars, entry.k_tiles, at, phase, "km")
+                at, phase = main.take(
+                    worker, bars, entry.k_tiles, at, phase, "km", halves=entry.halves
+                )
                 chunk, chunk_phase = self.plain_epilogue(shared, worker, at, chunk, chunk_phase)
                 at, phase = main.give_back(worker, bars, at, phase)
             elif step >= WDOWN:

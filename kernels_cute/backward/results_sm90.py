@@ -49,7 +49,9 @@ class Results(Invariant):
         cute.arch.mbarrier_wait(bars.full + stage, phase)
         first_row = self.thread_row()
         weights = [kernel.row_weight(ctx, entry, routed, first_row + 8 * i) for i in range(2)]
-        stage, phase = main.take(worker, bars, entry.k_tiles, stage, phase, "km")
+        stage, phase = main.take(
+            worker, bars, entry.k_tiles, stage, phase, "km", halves=entry.halves
+        )
         lane = cute.arch.lane_idx()
         row, acc = worker.row, worker.acc
         sA_row = shared.sA.iterator.toint() + row * 128

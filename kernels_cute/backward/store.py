@@ -149,6 +149,7 @@ class StoreRoles(MegaKernel):
             column = n * self.chunks + c
             cute.arch.mbarrier_wait(bars.written + at, (written >> at) & 1)
             written ^= Int32(1) << at
+            cute.arch.sync_warp()  # lane 0 may be behind, from freeing a stage; a warp stores once
             for target, slot in zip(targets, (at, 2 * at, 2 * at + 1)):
                 cute.copy(
                     target.atom, target.tXsX[None, slot], target.tXgX[None, row_tile, column, 0]

@@ -439,9 +439,12 @@ class Mainloop(Invariant):
 
     def take(
         self, worker: Worker, bars: Bars, k_tiles: Int32, acc: Int32, phase: Int32,
-        majors: str = "kk",
+        majors: str = "kk", halves: Int32 | int = 2,
     ) -> tuple[Int32, Int32]:  # fmt: skip
-        """Have the accumulator of the next task. Returns which, and its phase."""
+        """Have the accumulator of the next task. Returns which, and its phase.
+
+        ``halves``: as on Hopper, of no use here: one MMA multiplies all rows.
+        """
         cute.arch.mbarrier_wait(bars.acc_full + acc, phase)
         ptx.tcgen05_after_sync()
         return acc, phase

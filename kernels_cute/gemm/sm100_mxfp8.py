@@ -230,11 +230,11 @@ class Mainloop(sm100.Mainloop):
     @cute.jit
     def take(
         self, worker: Worker, bars: Bars, k_tiles: Int32, acc: Int32, phase: Int32,
-        majors: str = "kk",
+        majors: str = "kk", halves: Int32 | int = 2,
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """Have the accumulator of the next task, keep its shared columns, and let the next one begin.
 
-        Returns the place and the phase.
+        Returns the place and the phase. ``halves``: of no use here, as in ``sm100``.
         """
         cute.arch.mbarrier_wait(bars.acc_full, phase)
         ptx.tcgen05_after_sync()

@@ -323,25 +323,19 @@ class Mainloop(Gather):
 
     def take(
         self, worker: Worker, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32,
-        majors: str = "kk",
+        majors: str = "kk", halves: Int32 | int = 2,
     ) -> tuple[Int32, Int32]:  # fmt: skip
-        """Have the accumulator of the next task: multiply. Returns the next (stage, phase)."""
-        return self.mma_tile(
-            majors, bars, *worker.operands[majors], worker.acc, k_tiles, stage, phase
+        """Have the accumulator of the next task: multiply. Returns the next (stage, phase).
+
+        ``halves``: of the tile's rows, how many there are. Of one, the second warpgroup has zeros and multiplies
+        nothing.
+        """
+        return self.mma_half(
+            majors, bars, *worker.operands[majors], worker.acc, k_tiles, stage, phase, Int32(halves)
         )
 
-    def columns(self, worker: Worker, stage: Int32, *first: int) -> list[list[Float32]]:
-        """64 accumulator columns from each of ``first`` on, in the thread's order (``Staging.write``)."""
-        return [[worker.acc[4 * (at // 8) + i] for i in range(32)] for at in first]
-
-    def give_back(
-        self, worker: Worker, bars: Bars, stage: Int32, phase: Int32
-    ) -> tuple[Int32, Int32]:
-        """The epilogue has read the accumulator: nothing to say, it lies in its own registers."""
-        return stage, phase
-
     @cute.jit
-    def mma_tile(
+    def mma_half(
         self,
         majors: cutlass.Constexpr[str],
         bars: Bars,
@@ -351,24 +345,24 @@ class Mainloop(Gather):
         k_tiles: Int32,
         stage: Int32,
         phase: Int32,
-        first: cutlass.Constexpr[bool] = True,
+        halves: Int32,
     ) -> tuple[Int32, Int32]:
-        """acc = A·Bᵀ over ``k_tiles`` ≥ 1 steps, one wgmma group in flight. Returns the next (stage, phase).
+        """The product for a warpgroup whose rows exist, zeros for the other one."""
+        (halves,) = self.uniform(halves)
+        mine = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 <= halves
+        acc.fill(0.0)  # added to, so that there is one way to have the accumulator
+        steps = select(mine, k_tiles, Int32(0))
+        stage, phase = self.mma_add_tile(majors, bars, tCrA, tCrB, acc, steps, stage, phase)
+        return self.skip_tile(bars, k_tiles - steps, stage, phase)
 
-        Without ``first`` the products are added to ``acc``.
-        """
-        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
-        release = stage
-        self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, first)
-        stage, phase = advance(stage, phase, self.stages)
-        for _ in cutlass.range(1, k_tiles, unroll=1):
-            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase, False)
-            warpgroup.wait_group(1)
-            self.release(bars, release)
-            release = stage
-            stage, phase = advance(stage, phase, self.stages)
-        warpgroup.wait_group(0)
-        self.release(bars, release)
+    def columns(self, worker: Worker, stage: Int32, *first: int) -> list[list[Float32]]:
+        """64 accumulator columns from each of ``first`` on, in the thread's order (``Staging.write``)."""
+        return [[worker.acc[4 * (at // 8) + i] for i in range(32)] for at in first]
+
+    def give_back(
+        self, worker: Worker, bars: Bars, stage: Int32, phase: Int32
+    ) -> tuple[Int32, Int32]:
+        """The epilogue has read the accumulator: nothing to say, it lies in its own registers."""
         return stage, phase
 
     @cute.jit
@@ -383,11 +377,20 @@ class Mainloop(Gather):
         stage: Int32,
         phase: Int32,
     ) -> tuple[Int32, Int32]:
-        """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps; otherwise as ``mma_tile``."""
+        """acc += A·Bᵀ over ``k_tiles`` ≥ 0 steps, one wgmma group in flight. Returns the next (stage, phase)."""
+        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
         if k_tiles > 0:
-            stage, phase = self.mma_tile(
-                majors, bars, tCrA, tCrB, acc, k_tiles, stage, phase, False
-            )
+            release = stage
+            self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase)
+            stage, phase = advance(stage, phase, self.stages)
+            for _ in cutlass.range(1, k_tiles, unroll=1):
+                self.mma_step(majors, bars, tCrA, tCrB, acc, stage, phase)
+                warpgroup.wait_group(1)
+                self.release(bars, release)
+                release = stage
+                stage, phase = advance(stage, phase, self.stages)
+            warpgroup.wait_group(0)
+            self.release(bars, release)
         return stage, phase
 
     @cute.jit
@@ -400,14 +403,13 @@ class Mainloop(Gather):
         acc,
         stage,
         phase,
-        first: cutlass.Constexpr[bool],
     ):
-        """Start the wgmma group of one stage; ``first`` overwrites the accumulator."""
+        """Start the wgmma group of one stage."""
         cute.arch.mbarrier_wait(bars.full + stage, phase)
         warpgroup.fence()
         tiled_mma = self.tiled_mma(majors)
         for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, not (first and k_block == 0))
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             at = (None, None, k_block, stage)
             cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
         warpgroup.commit_group()

@@ -114,6 +114,14 @@ FP8 = {
     "shared_load_16": (lambda a, w, x: ptx.shared_load_16(Int32(w))[1], "ld.shared.v4.b32"),
     "shared_load_4": (lambda a, w, x: ptx.shared_load_4(Int32(w)), "ld.shared.b32"),
     "load_4": (lambda a, w, x: ptx.load_4(a), "ld.global.L1::no_allocate.b32"),
+    "bulk_load": (
+        lambda a, w, x: ptx.bulk_load(Int32(w), a, Int32(w), Int32(w)),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+    ),
+    "bulk_store": (
+        lambda a, w, x: ptx.bulk_store(a, Int32(w), Int32(w)),
+        "cp.async.bulk.global.shared::cta.bulk_group",
+    ),
     "store_8": (lambda a, w, x: ptx.store_8(a, w, w), "st.global.v2.b32"),
     "store_4": (lambda a, w, x: ptx.store_4(a, w), "st.global.b32"),
     "store_1": (lambda a, w, x: ptx.store_1(a, w), "st.global.b8"),

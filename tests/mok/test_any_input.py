@@ -28,25 +28,38 @@ def test_everything_to_one_rank_of_64(device, kind):
     assert torch.equal(found.output, forward_loop(case).bfloat16())
 
 
-def test_gradients_when_everything_goes_to_one_rank_of_64(device):
-    """Exact; ranks without rows write zeros."""
-    tokens = 64 * (2 if device == "cpu" else 128)
-    case = integer_case(Shape(tokens, 64, 64, 64, 2), seed=6, device=device)
-    case = with_routes(case, torch.full_like(case.top_experts, 37))
-    dy = integer_gradient(case)
-    with Layer(case, 64, TINY, device) as layer:
+def exact_gradients(case, dy, ep_size, device, lengths=None):
+    """Output and gradients of the routed experts on so many ranks are the exact ones; returns them."""
+    with Layer(case, ep_size, TINY, device, tokens_per_rank=lengths) as layer:
         given = layer.arguments(case)
         schedule = layer.build_schedule()
-        _, context = functional.forward(TINY, layer.workspace, schedule, *given)
+        output, context = functional.forward(TINY, layer.workspace, schedule, *given)
         grads = functional.backward(
             TINY, layer.workspace, schedule, context, layer.each(layer.split(dy)), *given
         )
         layer.finish()
     want = backward_loop(case, dy)
     d_x, d_weights, *routed = (torch.cat(part) for part in grads[:5])
+    assert torch.equal(torch.cat(output), forward_loop(case).bfloat16())
     assert torch.equal(d_x, want.x.to(d_x.dtype))
     assert torch.equal(d_weights, want.router_weights.to(d_weights.dtype))
     for name, found in zip(("gate", "up", "down"), routed, strict=True):
-        expected = getattr(want.routed, name)
-        assert torch.equal(found, expected.to(found.dtype)), name
+        assert torch.equal(found, getattr(want.routed, name).to(found.dtype)), name
+    return routed
+
+
+def test_gradients_when_everything_goes_to_one_rank_of_64(device):
+    """Exact; ranks without rows write zeros."""
+    tokens = 64 * (2 if device == "cpu" else 128)
+    case = integer_case(Shape(tokens, 64, 64, 64, 2), seed=6, device=device)
+    case = with_routes(case, torch.full_like(case.top_experts, 37))
+    for found in exact_gradients(case, integer_gradient(case), 64, device):
         assert found[37].any() and not found[:37].any() and not found[38:].any()
+
+
+def test_seventy_two_ranks(device):
+    """A rack's, with experts for 28 of them twice, and for some no token or one."""
+    scale = 1 if device == "cpu" else 100
+    lengths = [scale * (rank % 3) for rank in range(72)]
+    case = integer_case(Shape(sum(lengths), 64, 64, 100, 2), kind="dropped", seed=3, device=device)
+    exact_gradients(case, integer_gradient(case), 72, device, lengths)

@@ -271,6 +271,22 @@ def test_masters_are_quantised_once_per_change():
     assert masters.get("w", weight_) is not second
 
 
+@pytest.mark.emulator
+def test_inference_mode(emulated):
+    """Tensors made in it have no version, and give the bits of those made outside."""
+    x = weight(24, 128)
+    with torch.no_grad():
+        expected = make_layer(config=CONFIG)(x)
+    with torch.inference_mode():
+        layer = make_layer(config=CONFIG)
+        assert layer.routed_up.is_inference()
+        assert torch.equal(layer(x.clone()), expected)
+    with torch.inference_mode():
+        case = random_case(SHAPE)
+        with make_workspace(case) as workspace:  # the ids, too
+            run(case, quantised(case), workspace)
+
+
 def test_a_graph_quantises_in_every_replay(monkeypatch):
     """While one is captured each use makes a copy of its own, and leaves it to no later call."""
     masters, weight_ = QuantisedMasters(), weight(1, 128, 128)

@@ -175,6 +175,24 @@ def test_what_the_megatron_adapter_adds(device):
     assert len(plain) == 9 and plain[8] is None
 
 
+def test_a_schedule_of_other_experts_or_of_another_workspace_is_refused(device):
+    """Its rows would be of experts that the weights do not have."""
+    case = random_case(Shape(40, 128, 64, 4, 2), device=device)
+    other = random_case(Shape(400, 128, 64, 4, 2), device=device)
+    workspace, stranger, given = get(device, case), get(device, other), arguments(case)
+    assert stranger is not workspace
+    fewer = functional.build_schedule(workspace, CONFIG, case.top_experts, num_local_experts=5)
+    foreign = functional.build_schedule(stranger, CONFIG, case.top_experts, num_local_experts=4)
+    short = functional.build_schedule(workspace, CONFIG, case.top_experts, num_local_experts=4)
+    context = functional.forward(CONFIG, workspace, short, *given)[1]
+    short = dataclasses.replace(short, peer_rank=short.peer_rank[:-128])
+    for schedule in (fewer, foreign, short):
+        with pytest.raises(ShapeError, match="schedule must be of this workspace and of 4 experts"):
+            functional.forward(CONFIG, workspace, schedule, *given)
+        with pytest.raises(ShapeError, match="schedule must be of this workspace"):
+            functional.backward(CONFIG, workspace, schedule, context, case.x, *given)
+
+
 BAD = [
     (lambda **k: MoKConfig(minibatch_size=100), ShapeError, "minibatch_size"),
     (lambda **k: MoKConfig(scale_router_before_fc2=True), ShapeError, "scale_router_before_fc2"),

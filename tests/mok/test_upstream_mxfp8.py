@@ -104,6 +104,14 @@ def test_tuples_have_the_bits_of_our_weights(device):
     only = ops.mxfp8_quantize(bf16(case)[2], False, True)
     assert only[:2] == (None, None)
     same(functional.backward(*backward, again, dy, *given, gate, up, only[2:], limit), want_grads)
+    # Megatron-LM's way: added to buffers in FP32, with both at once.
+    weights = (*bf16(case), *given[2:])
+    main = [torch.zeros_like(weights[k], dtype=torch.float32) for k in (3, 0, 4, 1, 5, 2)]
+    added = functional.backward(
+        *backward, again, dy, *given, gate, up, down[2:], limit, main_grads=main
+    )
+    same([t.bfloat16() for t in added[2:]], want_grads[2:])
+    assert added[2] is main[1] and added[5] is main[0]
     # Automodel flattens what it saves: every field a tensor or a tuple of tensors.
     for part in (schedule, context, again):
         for field in dataclasses.fields(part):

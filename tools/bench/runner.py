@@ -33,6 +33,8 @@ from mok.tools.bench.work import Work, make_work
 
 _PHASES_MS = 200.0  # how long phases are measured
 
+KEPT_CALLS = 60  # of a window, whose times stand in the document
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -463,6 +465,8 @@ class Runner:
             "p90_ms": summary.p90,
             "rounds_ms": list(summary.rounds_ms),
             "calls": summary.calls,
+            # In order, so that a slow start can be told from slow calls here and there.
+            "calls_ms": [[round(ms, 4) for ms in w.calls_ms[:KEPT_CALLS]] for w in item.windows],
             "error": ready.error(item.pass_name),
             "ok": ready.ok(item.pass_name),
             "accuracy": {n: asdict(m) for n, m in ready.checked(item.pass_name).items()},

@@ -235,8 +235,12 @@ class BulkOps:
         read: Callable[[], np.ndarray],
         swizzle: int,
         barrier: tuple[int, int],
+        kind: int = 0,
     ) -> None:
-        """A copy into CTA ``rank``'s shared memory that signals ``barrier`` (rank, offset)."""
+        """A copy into CTA ``rank``'s shared memory that signals ``barrier`` (rank, offset).
+
+        ``kind``: more flags of the checkers' for its write.
+        """
         from mok.tools.emulator.tma import write_smem
 
         cluster = w.cta.cluster
@@ -245,7 +249,7 @@ class BulkOps:
         def run() -> None:
             data = read()
             if self.checker is not None:
-                self.checker.smem(cta, offset, size, True)
+                self.checker.smem(cta, offset, size, True, kind)
             write_smem(cta, offset, data, swizzle)
             complete_tx(self, cluster, barrier[0], barrier[1], size)
 

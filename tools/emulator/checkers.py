@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mok.tools.emulator import clocks, phases, race
 from mok.tools.emulator import layout as L
-from mok.tools.emulator import phases, race
 from mok.tools.emulator.errors import Where
 from mok.tools.emulator.mapproxy import MapProxy
 
@@ -62,13 +62,13 @@ class Checker:
         self.slots = SLOTS_PER_CTA * ctas
         agents = self.first_slot + self.slots
         objects = 1 << 14
-        while objects > 1024 and objects * race.ROWS_PER_OBJECT * agents * 4 > 192 << 20:
+        while objects > 1024 and objects * clocks.ROWS_PER_OBJECT * agents * 4 > 192 << 20:
             objects //= 2
         self.agents = agents
-        rows = warps * race.ROWS_PER_WARP + objects * race.ROWS_PER_OBJECT
+        rows = warps * clocks.ROWS_PER_WARP + objects * clocks.ROWS_PER_OBJECT
         self.clocks = np.zeros((rows, agents), dtype=np.int32)
         self.keys = np.zeros(objects + 64, dtype=np.int64)
-        self.owners = np.zeros((objects + 64, race.OWNER_WORDS), dtype=np.int64)
+        self.owners = np.zeros((objects + 64, clocks.OWNER_WORDS), dtype=np.int64)
         self.reports = np.zeros((race.MAX_REPORTS, race.REPORT_WORDS), dtype=np.int64)
         self.slot_epoch = np.zeros(self.slots, dtype=np.int64)
         self.slot_op: list[Pending | None] = [None] * self.slots
@@ -124,13 +124,13 @@ class Checker:
 
     def start_warp(self, w: "Warp") -> None:
         w.state[L.W_AGENT] = w.index
-        race.start_warp(self.machine.x.ctypes.data, w.state.ctypes.data)
+        clocks.start_warp(self.machine.x.ctypes.data, w.state.ctypes.data)
         self.lives_of[w.index].append(len(self.lives))
         self.lives.append((w.index, w.cta.coords, int(self.row(w, 0)[w.index])))
 
     def row(self, w: "Warp", which: int) -> np.ndarray:
         """A warp's clock (0), or what of it the asynchronous proxy sees (1)."""
-        row: np.ndarray = self.clocks[w.index * race.ROWS_PER_WARP + which]
+        row: np.ndarray = self.clocks[w.index * clocks.ROWS_PER_WARP + which]
         return row
 
     def tick(self, w: "Warp") -> np.ndarray:
@@ -186,7 +186,7 @@ class Checker:
             race.report(
                 x, np.int64(L.F_EARLY), agent.tag, pc, none, np.int64(host), np.int64(other), none
             )
-        race.publish_clock(
+        clocks.publish_clock(
             self.machine.x.ctypes.data,
             np.int64(host),
             agent.clock.ctypes.data,
@@ -194,7 +194,7 @@ class Checker:
         )
 
     def flip(self, host: int) -> None:
-        race.flip(self.machine.x.ctypes.data, np.int64(host))
+        clocks.flip(self.machine.x.ctypes.data, np.int64(host))
 
     # -- accesses of the running operation --------------------------------------------
 
@@ -249,13 +249,20 @@ class Checker:
         )
 
     def global_memory(
-        self, address: int, size: int, write: bool, rows: int = 1, pitch: int = 0
+        self,
+        address: int,
+        size: int,
+        write: bool,
+        rows: int = 1,
+        pitch: int = 0,
+        atomic: bool = False,
     ) -> None:
         """``rows`` ranges of one tensor, ``pitch`` bytes (a multiple of 4) apart."""
         count = ((address + size + 3) >> 2) - (address >> 2)
         words = self.global_words(address, count)
         if words is not None:
             kind = (race.WRITE if write else race.READ) | race.ASYNC
+            kind |= race.STRONG if atomic else 0
             self._check(words.ctypes.data, count, kind, address, False, rows, pitch)
 
     def global_by_warp(self, w: "Warp", address: int, size: int, write: bool) -> None:
@@ -326,6 +333,11 @@ class Checker:
 
     def findings(self) -> list[Finding]:
         """Everything reported so far."""
+        if self.machine.x[L.X_CROWDED]:
+            self.machine.warn(
+                "more barriers and flags than the checkers can follow: some of the races that are reported "
+                "may be none; give the emulator fewer SMs"
+            )
         from mok.tools.emulator.places import locate
 
         out = []

@@ -311,6 +311,8 @@ class Emulator:
         self.report.interleavings += [m.interleaving for m in machines]
         found = [f for machine in machines for f in machine.findings()]
         self.report.findings.extend(found)
+        for machine in machines:
+            self._note_warnings(machine)
         if found:
             beside = "\n  ".join(["found before it:", *map(str, found[:8])])
             value = f"{fault.value}\n  {beside}"
@@ -319,12 +321,15 @@ class Emulator:
         fault.report = self.report
         return fault
 
+    def _note_warnings(self, machine: Machine) -> None:
+        self.report.warnings += [t for t in machine.warnings if t not in self.report.warnings]
+
     def _finished(self, machine: Machine, seconds: float, cpu_seconds: float) -> None:
         """Records a launch.  Raises KernelFault when the checkers found something in it."""
         self.report.interleavings.append(machine.interleaving)
         self.report.lines |= machine.lines()
-        self.report.warnings += [t for t in machine.warnings if t not in self.report.warnings]
         found = machine.findings()
+        self._note_warnings(machine)
         self.report.findings.extend(found)
         self.report.launches.append(
             LaunchRecord(

@@ -7,6 +7,7 @@ group that waits, spins or uses up its quantum lets the others run.
 
 import numpy as np
 
+from mok.tools.emulator.clocks import cpa_group, fence
 from mok.tools.emulator.intrinsics import ld32, ld64, popc64, st8, st64
 from mok.tools.emulator.jit import Entry, caller, njit
 from mok.tools.emulator.layout import (
@@ -113,7 +114,6 @@ from mok.tools.emulator.layout import (
 )
 from mok.tools.emulator.memops import memory_event, op_atomic, op_cp_async, op_load, op_store
 from mok.tools.emulator.memory import fault, flush_late, load
-from mok.tools.emulator.race import cpa_group, fence
 from mok.tools.emulator.syncops import (
     FULL,
     cluster_arrive,

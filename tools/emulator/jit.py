@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 
 _COMPILED = (
     "alu_table",
+    "clocks",
     "interp",
     "intrinsics",
     "jit",

@@ -184,7 +184,10 @@ CLUSTER_WORDS: Final = 64
     X_LATE,
     X_RANGE_NUMBERS,
     X_TRACE,
-) = range(38)
+    X_SMEM,
+    X_SMEM_END,
+    X_CROWDED,
+) = range(41)
 MACHINE_WORDS: Final = 64
 
 # Stores to another GPU's memory that it does not see yet: their count, then per store its address,

@@ -256,6 +256,8 @@ class Machine(Residency, BulkOps):
         x[L.X_CODE] = self.program.code.ctypes.data
         x[L.X_EXT] = self.program.ext.ctypes.data
         x[L.X_RANGES], x[L.X_NRANGES] = self.ranges.ctypes.data, len(self.memory)
+        x[L.X_SMEM] = self.smem.ctypes.data
+        x[L.X_SMEM_END] = self.smem.ctypes.data + self.smem.nbytes
         x[L.X_RANGE_NUMBERS] = self.range_numbers.ctypes.data
         x[L.X_GPU] = self.gpu
         if (self.range_gpus != self.gpu).any():

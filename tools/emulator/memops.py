@@ -3,6 +3,7 @@
 import numpy as np
 
 from mok.tools.emulator.atomics import combine
+from mok.tools.emulator.clocks import ordered
 from mok.tools.emulator.intrinsics import ld32, ld64, sext8, sext16, sext32, st8, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
@@ -43,7 +44,7 @@ from mok.tools.emulator.memory import (
     resolve,
     store,
 )
-from mok.tools.emulator.race import COPY, check_access, ordered, strong_kind
+from mok.tools.emulator.race import COPY, check_access, strong_kind
 from mok.tools.emulator.syncops import sleep_on
 
 _I = np.int64

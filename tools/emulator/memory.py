@@ -3,6 +3,7 @@
 import numpy as np
 
 from mok.tools.emulator.atomics import combine
+from mok.tools.emulator.clocks import covered, warp_row
 from mok.tools.emulator.intrinsics import ld8, ld16, ld32, ld64, st8, st16, st32, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
@@ -47,7 +48,6 @@ from mok.tools.emulator.layout import (
     X_RANGE_GPUS,
     X_RANGES,
 )
-from mok.tools.emulator.race import covered, warp_row
 
 _I = np.int64
 _OFFSET = (1 << RANK_SHIFT) - 1

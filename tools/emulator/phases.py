@@ -1,7 +1,8 @@
-"""Which phase of an mbarrier an arrival or a wait belongs to, with the clocks of race.py."""
+"""Which phase of an mbarrier an arrival or a wait belongs to, with the clocks of clocks.py."""
 
 import numpy as np
 
+from mok.tools.emulator.clocks import object_owners, object_row, stride, warp_row
 from mok.tools.emulator.intrinsics import ld32, ld64, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
@@ -16,7 +17,7 @@ from mok.tools.emulator.layout import (
     X_NAGENTS,
     X_NWARPS,
 )
-from mok.tools.emulator.race import object_owners, object_row, report, stride, warp_row
+from mok.tools.emulator.race import report
 
 _I = np.int64
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mok.tools.emulator.clocks import acquire, cpa_publish, flip, publish, reset_object
 from mok.tools.emulator.intrinsics import ld16, ld32, ld64, popc64, st8, st16, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
@@ -57,14 +58,7 @@ from mok.tools.emulator.layout import (
 from mok.tools.emulator.mbarrier import mb_init, mb_phase, mb_update, mb_valid
 from mok.tools.emulator.memory import fault, resolve
 from mok.tools.emulator.phases import check_phase, check_wait
-from mok.tools.emulator.race import (
-    acquire,
-    check_access,
-    cpa_publish,
-    flip,
-    publish,
-    reset_object,
-)
+from mok.tools.emulator.race import check_access
 
 _I = np.int64
 FULL = _I(0xFFFFFFFF)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from mok.tools.emulator import layout as L
+from mok.tools.emulator import race
 from mok.tools.emulator.asyncops import complete_tx
 from mok.tools.emulator.errors import EmulatorError
 from mok.tools.emulator.machine import Cta, Machine, Warp
@@ -55,7 +56,7 @@ class _Region:
         self.strides = tuple(s * k for s, k in zip(strides, tm.steps, strict=True))[::-1]
         self.slices = tuple(slice(low, h) for low, h in zip(lo, hi, strict=True))[::-1]
 
-    def track(self, machine: Machine, write: bool) -> None:
+    def track(self, machine: Machine, write: bool, atomic: bool = False) -> None:
         """Tells the checkers which bytes the running operation touches."""
         if machine.checker is None:
             return
@@ -63,7 +64,7 @@ class _Region:
         rows, pitch = (self.shape[-2], self.strides[-2]) if len(self.shape) > 1 else (1, 0)
         for index in np.ndindex(*self.shape[:-2]):
             at = sum(i * s for i, s in zip(index, self.strides, strict=False))
-            machine.checker.global_memory(self.address + at, width, write, rows, pitch)
+            machine.checker.global_memory(self.address + at, width, write, rows, pitch, atomic)
 
     def view(self, machine: Machine) -> np.ndarray:
         """The tensor's memory as an array, outermost dimension first."""
@@ -120,7 +121,7 @@ def write_box(
         return
     tile = data.view(tm.dtype).reshape(tm.box[::-1])[region.slices]
     target = region.view(machine)
-    region.track(machine, True)
+    region.track(machine, True, op is not None)
     if op is None and machine.late.takes(region.address):
         for index in np.ndindex(*region.shape[:-1]):
             at = sum(i * s for i, s in zip(index, region.strides, strict=False))
@@ -147,6 +148,10 @@ def combine(op: str, old: np.ndarray, new: np.ndarray, kind: str) -> np.ndarray:
     """Elementwise reduction of a bulk copy."""
     if kind == "bf16":
         return to_bf16(combine(op, _bf16(old), _bf16(new), ""))
+    if op == "inc":
+        return np.where(old >= new, 0, old + 1).astype(old.dtype)
+    if op == "dec":
+        return np.where((old == 0) | (old > new), new, old - 1).astype(old.dtype)
     table = {
         "add": np.add,
         "min": np.minimum,
@@ -283,10 +288,12 @@ _REDUCE_TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-def global_bytes(machine: Machine, address: int, size: int, write: bool = False) -> np.ndarray:
+def global_bytes(
+    machine: Machine, address: int, size: int, write: bool = False, atomic: bool = False
+) -> np.ndarray:
     machine.check_global(address, size)
     if machine.checker is not None:
-        machine.checker.global_memory(address, size, write)
+        machine.checker.global_memory(address, size, write, atomic=atomic)
     return host_bytes(address, size)
 
 
@@ -301,9 +308,9 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
         if size & 15:
             raise EmulatorError("a bulk copy moves multiples of 16 bytes", size)
         to_shared, from_shared = (n.startswith("shared") for n in names[:2])
+        kind = next((m for m in mods if m in _REDUCE), None) if reduce else None
+        types = _REDUCE_TYPES[mods[-1]] if reduce else None
         if not to_shared:
-            kind = next((m for m in mods if m in _REDUCE), None) if reduce else None
-            types = _REDUCE_TYPES[mods[-1]] if reduce else None
 
             def write(
                 data: np.ndarray,
@@ -312,7 +319,7 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
                 types: Any = types,
                 kind: str | None = kind,
             ) -> None:
-                out = global_bytes(machine, dst, size, True)
+                out = global_bytes(machine, dst, size, True, kind is not None)
                 if machine.late.takes(dst) and kind is None:
                     machine.late.add(dst, data)
                 elif kind is None or types is None:
@@ -339,19 +346,33 @@ def op_bulk(machine: Machine, w: Warp, op: Any) -> None:
                 source = generic_smem(src)
                 cta = w.cta.cluster.ctas[source >> L.RANK_SHIFT]
                 at = source & _OFFSET
-                if reduce:
-                    raise EmulatorError("reductions into shared memory are not implemented", mods)
+                place = w.cta.cluster.ctas[target], dst & _OFFSET
 
-                def read(cta: Cta = cta, at: int = at, size: int = size) -> np.ndarray:
+                def read(
+                    cta: Cta = cta,
+                    at: int = at,
+                    size: int = size,
+                    place: tuple[Cta, int] = place,
+                    types: Any = types,
+                    kind: str | None = kind,
+                ) -> np.ndarray:
                     if machine.checker is not None:
                         machine.checker.smem(cta, at, size, False)
-                    return read_smem(cta, at, size, 0)
+                    data = read_smem(cta, at, size, 0)
+                    if kind is None:
+                        return data
+                    if machine.checker is not None:
+                        machine.checker.smem(*place, size, False, race.STRONG)
+                    old = read_smem(*place, size, 0).view(types[0])
+                    return combine(kind, old, data.view(types[0]), types[1]).view(np.uint8)
             else:
 
                 def read(src: int = src, size: int = size) -> np.ndarray:  # type: ignore[misc]
                     return global_bytes(machine, src, size).copy()
 
-            machine.submit_load(w, target, dst & _OFFSET, size, read, 0, (owner, barrier & _OFFSET))
+            strong = race.STRONG if reduce else 0
+            where = (owner, barrier & _OFFSET)
+            machine.submit_load(w, target, dst & _OFFSET, size, read, 0, where, strong)
 
 
 def op_commit(machine: Machine, w: Warp, op: Any) -> None:

@@ -16,7 +16,7 @@ def memory(shape: Shape, config: Config, arch: str, precision: str = "bf16") -> 
     """Bytes by purpose, for T = ``num_tokens`` at most.
 
     The workspace is sized by ``runtime.plan``. The context (per layer and call) and backward's
-    scratch come from torch's allocator with the shapes that ``mok.call`` and ``mok.backward_call``
+    scratch come from torch's allocator with the shapes that ``mok.saved`` and ``mok.backward_call``
     document: context x [ring, H], gate and up [ring, I], shared gate and up [T, Is]; scratch
     5 × [ring, I], dx [dx rows, H], FP32 [dx rows, I/64], two accumulators, and in a ring x and dy
     [ring, H] and FP32 [ring]; of a shared expert 3 × [T, Is], dx [T, H] and FP32 [T, Is/64].

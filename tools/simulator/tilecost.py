@@ -154,16 +154,23 @@ class Costs:
     def copy_rounds(self) -> float:
         """Rounds of loads of an item's slowest warp, as ``kernels_cute.comm`` deals them out.
 
-        The item's pairs of rows are cut in pieces; warp w takes pieces w, w + warps, …. A row's last piece
-        may be shorter; it takes ``comm_partial_rounds``.
+        The item's pairs of rows are cut in pieces, all first ones before the second; warp w takes pieces
+        w, w + warps, …. A row's last piece may be shorter; it is copied a half at a time. With ``comm_dealt``
+        0 a pair's pieces come one after the other and a short one takes two rounds, as in the layer times
+        that the constants are fitted to.
         """
-        t, warps = self.table, int(self.table["comm_warps"])
-        whole, rest = divmod(2 * self.hidden, int(t["comm_piece_bytes"]))
+        dealt, warps = self.table["comm_dealt"] > 0, int(self.table["comm_warps"])
+        piece, pairs = int(self.table["comm_piece_bytes"]), self.tile.comm_m // 2
+        whole, rest = divmod(2 * self.hidden, piece)
         pieces = whole + (rest > 0)
-        cost = [1.0] * whole + [t["comm_partial_rounds"]] * (rest > 0)
-        units = pieces * (self.tile.comm_m // 2)
+        last = 1.0 if dealt and 2 * rest <= piece else 2.0
+        cost = [1.0] * whole + [last] * (rest > 0)
         return max(
-            sum(cost[unit % pieces] for unit in range(warp, units, warps)) for warp in range(warps)
+            sum(
+                cost[unit // pairs if dealt else unit % pieces]
+                for unit in range(warp, pieces * pairs, warps)
+            )
+            for warp in range(warps)
         )
 
     def item_s(self, pull: NDArray[np.bool_], real: Array, load: RankLoad) -> Floats:

@@ -20,7 +20,7 @@ def emulator():
         yield found
 
 
-def transfer(push: bool, signals: bool = True) -> tuple[torch.Tensor, ...]:
+def transfer(push: bool, signals: bool = True, carry: bool = False) -> tuple[torch.Tensor, ...]:
     """Both ranks' transfers of random rows: (near, far, ranks, rows, counters, ends), rank first."""
     made = torch.Generator().manual_seed(int(push))
     far = torch.randint(0, 256, (RANKS, ROWS, BYTES), dtype=torch.uint8, generator=made)
@@ -35,7 +35,9 @@ def transfer(push: bool, signals: bool = True) -> tuple[torch.Tensor, ...]:
     padded[:, : 4 * RANKS] = counters.view(torch.uint8)
     ends = torch.zeros(RANKS, 2, dtype=torch.int64)
     before = near.clone(), far.clone()
-    kernel = get_kernel(spec("link_transfer", "TransferKernel", push=push, signals=signals))
+    kernel = get_kernel(
+        spec("link_transfer", "TransferKernel", push=push, signals=signals, carry=carry)
+    )
     for rank in range(RANKS):
         launch(
             kernel,
@@ -58,8 +60,9 @@ def transfer(push: bool, signals: bool = True) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.emulator
-def test_pull_gathers_and_counts_at_home(emulator):
-    near, far, ranks, rows, counters, ends, _, far_before = transfer(push=False)
+@pytest.mark.parametrize("carry", [False, True])
+def test_pull_gathers_and_counts_at_home(emulator, carry):
+    near, far, ranks, rows, counters, ends, _, far_before = transfer(push=False, carry=carry)
     want = far_before[ranks.long().clamp(min=0), rows.long()]
     want[ranks < 0] = 0
     assert torch.equal(near, want) and torch.equal(far, far_before)
@@ -68,8 +71,9 @@ def test_pull_gathers_and_counts_at_home(emulator):
 
 
 @pytest.mark.emulator
-def test_push_scatters_and_tells_every_rank(emulator):
-    near, far, ranks, rows, counters, _, near_before, far_before = transfer(push=True)
+@pytest.mark.parametrize("carry", [False, True])
+def test_push_scatters_and_tells_every_rank(emulator, carry):
+    near, far, ranks, rows, counters, _, near_before, far_before = transfer(push=True, carry=carry)
     want = far_before.clone()
     want[ranks.long(), rows.long()] = near_before
     assert torch.equal(far, want) and torch.equal(near, near_before)

@@ -83,6 +83,7 @@ def test_rows(run):
     assert (row["clock_mhz"], row["watts"], row["spread"]) == (1500, 690, 0)
     assert row["ok"] and 1e-4 < row["error"] < 1e-2 and row["note"] == "variant 7"
     assert len(row["rounds_ms"]) == 3 and row["calls"] == 3 * 12
+    assert [len(times) for times in row["calls_ms"]] == [12] * 3
     assert row["of_cublas"] == pytest.approx(row["tflops"] / rows["cublas", "gemm"]["tflops"])
     assert found.missing == [] and found.not_run == []
     assert all(program.closed for program in found.made)

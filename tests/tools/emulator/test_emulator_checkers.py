@@ -353,3 +353,51 @@ def test_counts_that_an_mbarrier_cannot_hold(body):
     text = kernel(BARRIER + f"@%p1 bra E;\n{body}\nE:", shared=64)
     with pytest.raises(KernelFault, match=r"expects 1 to 2\^20 - 1 arrivals"):
         run(text, out())
+
+
+def copies(expected, issued):
+    """One thread: in each of two phases it expects bytes, issues copies of 128 and waits."""
+    copy = (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%r1+{at}], [%d0], 128, [%r1];\n"
+    )
+    body = TID + "ld.param.u64 %d0, [p0];\nsetp.ne.u32 %p1, %r0, 0;\n@%p1 bra E;\n"
+    body += "mbarrier.init.shared.b64 [%r1], 1;\n"
+    for phase in (0, 1):
+        body += f"mbarrier.arrive.expect_tx.shared.b64 _, [%r1], {expected[phase]};\n"
+        first = sum(issued[:phase])
+        body += "".join(copy.format(at=128 * (1 + first + i)) for i in range(issued[phase]))
+        body += f"W{phase}: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], {phase};\n@!%p2 bra W{phase};\n"
+    return kernel(body + "E:", shared=1024)
+
+
+@pytest.mark.parametrize("seed", [None, *range(6)])
+@pytest.mark.parametrize(
+    "expected,issued,rule",
+    [
+        ((128, 128), (1, 1), None),
+        ((256, 256), (2, 2), None),
+        ((128, 256), (2, 1), "may count for that one"),
+        ((128, 128), (2, 1), "may count for that one|a CTA that has exited"),
+    ],
+)
+def test_bytes_that_no_phase_expects(expected, issued, rule, seed):
+    options = {"seed": seed, "check": True, "max_steps": 50_000}
+    if rule is None:
+        run(copies(expected, issued), out(), **options)
+    else:
+        with pytest.raises(KernelFault, match=rule):
+            run(copies(expected, issued), out(), **options)
+
+
+@pytest.mark.parametrize("flags,crowded", [(500, False), (40_000, True)])
+def test_more_flags_than_the_checkers_follow_give_a_warning(flags, crowded):
+    """One warp raises flag after flag; nobody races."""
+    text = kernel(
+        TID + "ld.param.u64 %d0, [p0];\nsetp.ne.u32 %p1, %r0, 0;\n@%p1 bra E;\nmov.u32 %r5, 0;\n"
+        "NEXT: st.release.gpu.global.b32 [%d0], 1;\nadd.s64 %d0, %d0, 4;\nadd.u32 %r5, %r5, 1;\n"
+        f"setp.lt.u32 %p2, %r5, {flags};\n@%p2 bra NEXT;\nE:",
+        shared=64,
+    )
+    report = run(text, np.zeros(flags, dtype=np.uint32), check=True)
+    assert any("more barriers and flags" in w for w in report.warnings) == crowded

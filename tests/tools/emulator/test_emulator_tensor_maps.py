@@ -25,8 +25,7 @@ from tests.tools.emulator.tensor_maps import (
 )
 
 pytestmark = pytest.mark.emulator
-# What ptxas 13.0 makes of each edit, for sm_90a and sm_100a alike, read from its machine code: it is a
-# load, a replacement of bits and a store.  [byte, mask, bits] of 32-bit words.
+# What ptxas 13.0 makes of each edit, for sm_90a and sm_100a alike: see compiled_edits.py.
 COMPILED = json.loads((Path(__file__).parents[2] / "data" / "tensor-map-edits.json").read_text())
 UNKNOWN = ("NaN", "TF32", "denormals")  # refused, not guessed
 

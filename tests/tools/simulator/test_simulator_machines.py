@@ -89,17 +89,24 @@ def test_links_alone():
     assert max(map(abs, errors.values())) < 0.29
 
 
-def test_rounds_of_a_comm_item_follow_the_worker():
-    """Pieces dealt to 12 warps: of 14 KB rows every fourth is short, and always the same warps get it."""
-
-    def rounds(hidden: int) -> float:
+@pytest.mark.parametrize(
+    ("dealt", "rounds"),
+    [
+        # 14 KB rows: 128 units, of which the last 32 are half pieces.
+        (1, {2048: 3, 4096: 6, 6144: 8, 7168: 11, 1536: 6, 2880: 6}),
+        # Every fourth piece is short, and always the same warps get it: 11 of two turns each.
+        (0, {2048: 3, 4096: 6, 6144: 8, 7168: 22, 1536: 6, 2880: 12}),
+    ],
+)
+def test_rounds_of_a_comm_item(dealt, rounds):
+    """Pieces dealt to 12 warps; the end of a row takes a turn for each half piece, or two."""
+    for hidden, want in rounds.items():
         shape = Shape(64, hidden, 64, 4, 2, 2)
-        s = Scenario(shape, Config(4, 4, 128, 256), load_machine("h200"), routing=balanced(shape))
-        return Costs.ours(s).copy_rounds()
-
-    assert [rounds(h) for h in (2048, 4096, 6144)] == [3, 6, 8]
-    assert rounds(7168) == 22  # 11 short pieces of two turns each, where the others' warps take 11
-    assert rounds(1536) == 6 and rounds(2880) == 12
+        s = Scenario(
+            shape, Config(4, 4, 128, 256), load_machine("h200"), routing=balanced(shape),
+            overrides={"comm_dealt": dealt},
+        )  # fmt: skip
+        assert Costs.ours(s).copy_rounds() == want
 
 
 def test_the_calibration_is_of_todays_comm_worker():

@@ -22,6 +22,13 @@ from mok.tools.bench.links.wire import Traffic
 ROW_BYTES = (4096, 14336)
 SMS = (2, 4, 8, 12, 16, 24, 32)
 ROUTING_SMS = 16
+KINDS = {
+    "pull": (False, False),
+    "push": (True, False),
+    "carried pull": (False, True),
+    "carried push": (True, True),
+}
+"""(push, carry) of ``kernels.TransferKernel``: rows pass through registers, or through shared memory."""
 
 
 def measure(rank: Any, say: Callable[[str], None], sms: tuple[int, ...] = SMS) -> dict[str, Any]:
@@ -31,12 +38,12 @@ def measure(rank: Any, say: Callable[[str], None], sms: tuple[int, ...] = SMS) -
     try:
         for row_bytes in ROW_BYTES:
             for count in sms:
-                for push in (False, True):
+                for kind, (push, carry) in KINDS.items():
                     for one_way in (True, False):
-                        got = links.transfer(push, count, row_bytes, one_way=one_way)
+                        got = links.transfer(push, count, row_bytes, one_way=one_way, carry=carry)
                         bandwidth.append(
                             {
-                                "kind": "push" if push else "pull", "row_bytes": row_bytes,
+                                "kind": kind, "row_bytes": row_bytes,
                                 "sms": count, "one_way": one_way, "ms": got.ms,
                                 "gbytes_per_s": got.gbytes_per_s,
                             }
@@ -90,7 +97,8 @@ def show(document: dict[str, Any], console: Console) -> None:
     """The document as tables."""
     table = Table(title="Rows over the links, GB/s of payload (one way / each way of both)")
     table.add_column("SMs", justify="right")
-    columns = [(kind, row) for row in ROW_BYTES for kind in ("pull", "push")]
+    measured = {r["kind"] for r in document["bandwidth"]}
+    columns = [(kind, row) for row in ROW_BYTES for kind in KINDS if kind in measured]
     for kind, row in columns:
         table.add_column(f"{kind}, {row} B", justify="right")
     rows = {(r["kind"], r["row_bytes"], r["sms"], r["one_way"]): r for r in document["bandwidth"]}
@@ -126,13 +134,14 @@ def draw(document: dict[str, Any], path: Path) -> Path:
 
     series = {}
     for row in ROW_BYTES:
-        for kind in ("pull", "push"):
+        for kind in KINDS:
             points = [
                 (r["sms"], r["gbytes_per_s"])
                 for r in document["bandwidth"]
                 if r["kind"] == kind and r["row_bytes"] == row and not r["one_way"]
             ]
-            series[f"{kind}, {row}-byte rows"] = points
+            if points:
+                series[f"{kind}, {row}-byte rows"] = points
     return lines(series, path, x="comm SMs", y="GB/s each way", title="Rows over NVLink")
 
 

@@ -11,11 +11,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from mok.kernels_cute import ptx
-from mok.kernels_cute.comm import Rows, pull_rows, push_rows
+from mok.kernels_cute.carry import Hold, Worker, piece_bytes
+from mok.kernels_cute.comm import Rows
 from mok.kernels_cute.symmetric import peek, peer, reached, word
 
 WARPS = 12  # as the megakernels' comm CTAs
 ITEM_ROWS = 64
+HOLD_BYTES = 224 * 1024  # as the megakernels' stages and staging
 
 
 class TransferKernel:
@@ -24,11 +26,13 @@ class TransferKernel:
     Args:
         push: scatter own rows to peers; otherwise gather peers' rows.
         signals: tell those who wait for the rows; otherwise only move them.
+        carry: by bulk copies through shared memory, as the kernels' argument of that name.
     """
 
-    def __init__(self, push: bool, signals: bool):
+    def __init__(self, push: bool, signals: bool, carry: bool = False):
         self.push = push
         self.signals = signals
+        self.carry = carry
 
     @cute.jit
     def __call__(
@@ -50,7 +54,11 @@ class TransferKernel:
         self.kernel(
             peer_rank, peer_row, near, far, counters, ends, rank_stride, row_bytes, items, rank,
             ranks,
-        ).launch(grid=(sms, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)  # fmt: skip
+        ).launch(
+            grid=(sms, 1, 1), block=(32 * WARPS, 1, 1),
+            smem=HOLD_BYTES if self.carry else 0,
+            stream=stream,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -72,13 +80,21 @@ class TransferKernel:
         grid, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rows = Rows(word(peer_rank), word(peer_row), rank_stride, row_bytes)
+        hold = None
+        if cutlass.const_expr(self.carry):
+            memory = cutlass.utils.SmemAllocator().allocate(HOLD_BYTES, byte_alignment=128)
+            hold = Hold(memory.toint(), piece_bytes(HOLD_BYTES, WARPS), WARPS, row_bytes)
+        worker = Worker(hold, rows, ITEM_ROWS, warp, WARPS)
+        worker.init()
+        cute.arch.sync_threads()
+        phase = Int32(0)
         for item in cutlass.range(cta, items, grid, unroll=1):
             first = item * ITEM_ROWS
             at = near + Int64(first) * row_bytes
             if cutlass.const_expr(self.push):
-                push_rows(rows, first, ITEM_ROWS, at, far, warp, WARPS)
+                phase = worker.push(first, at, far, phase)
             else:
-                pull_rows(rows, first, ITEM_ROWS, far, Int32(1), at, warp, WARPS)
+                phase = worker.pull(first, far, Int32(1), at, phase)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.signals):
                 self.tell(counters, rank_stride, rank, ranks, thread)

@@ -90,10 +90,11 @@ class Links:
         row_bytes: int,
         routes: tuple[Tensor, Tensor],
         ends: Tensor,
+        carry: bool = False,
     ) -> None:
         """Put a transfer on the current stream."""
         launch(
-            self.kernel("link_transfer", "TransferKernel", push=push, signals=signals),
+            self.kernel("link_transfer", "TransferKernel", push=push, signals=signals, carry=carry),
             routes[0].data_ptr(),
             routes[1].data_ptr(),
             self.near.data_ptr(),
@@ -118,6 +119,7 @@ class Links:
         one_way: bool = False,
         signals: bool = False,
         repeats: int = 5,
+        carry: bool = False,
     ) -> Transfer:
         """Time a transfer; ``one_way``: only rank 0 moves rows."""
         routes = self.routes(routing, row_bytes)
@@ -127,7 +129,7 @@ class Links:
 
         def call() -> None:
             if active:
-                self.start(push, signals, sms, row_bytes, routes, ends)
+                self.start(push, signals, sms, row_bytes, routes, ends, carry)
 
         for _ in range(2):
             call()

@@ -1,0 +1,84 @@
+"""Comm workers that carry rows through shared memory by bulk copies: whole layers, with the same bits."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from mok.config import Shape
+from mok.kernels_cute.carry import BARRIERS, LANES, PIECE, piece_bytes
+from mok.reference import forward_loop, integer_case
+from tests.backward_cases import Layer, assert_same, exact_run
+from tests.backward_cases import emulated as emulated_backward
+from tests.forward_runs import ForwardRun, forward_kernel
+
+ARCHS = ["sm_90a", "sm_100a"]
+
+
+def run_forward(shape: Shape, arch: str, seed: int | None, **config) -> None:
+    Emulator = pytest.importorskip("mok.tools.emulator").Emulator
+    case = integer_case(shape, seed=1)
+    size = 128 if arch == "sm_90a" else 256
+    with Emulator(arch, num_sms=8, seed=seed) as emulator:
+        run = ForwardRun(
+            case, arch, shape.ep_size, minibatch=size, macrobatch=2 * size, grid=8,
+            num_comm_ctas=2, num_sms=8, carry=True, **config,
+        )  # fmt: skip
+        found = run.run()
+        assert not emulator.report.findings
+    assert torch.equal(found, forward_loop(case).to(torch.bfloat16))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_forward(arch, seed):
+    """Padding, and a ring that is filled again."""
+    run_forward(Shape(300, 256, 256, 4, 2, 2), arch, seed)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("hidden", [64, 320, 8320])
+def test_lengths_of_rows(hidden):
+    """More rows than barriers for a warp's memory, some, and rows that are longer than it."""
+    assert (PIECE // (2 * 64) > LANES) and PIECE < 2 * 8320
+    run_forward(Shape(140, hidden, 64, 4, 2, 2), "sm_90a", 2)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("arch", "stages"), [("sm_90a", 3), ("sm_100a", 2)])
+def test_little_memory(arch, stages):
+    """Fewer stages leave less for rows, so that these are cut."""
+    run_forward(Shape(140, 7168, 64, 4, 2, 2), arch, 3, stages=stages)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("arch", "pair"),
+    [("sm_90a", False), ("sm_90a", True), ("sm_100a", False)],
+)
+def test_backward(arch, pair):
+    layer = Layer(
+        Shape(300, 320, 192, 3, 3, 1, 64), kind="few_experts", direct=False, ep_size=2, seed=1,
+        macrobatch=3,
+    )  # fmt: skip
+    options = {"pair": True} if pair else {}
+    run, want = exact_run(layer, arch, "cpu", grid=6, num_comm_ctas=2, carry=True, **options)
+    assert_same(emulated_backward(run, 6, layer.seed), want)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_spill(arch):
+    (used,) = forward_kernel(arch, direct=False, carry=True).resources.kernels
+    assert used.spill_bytes == 0 and not used.warnings
+
+
+def test_memory_of_a_warp():
+    assert piece_bytes(224 * 1024, 12) == PIECE
+    assert piece_bytes(131072, 12) == 9984
+    for free in (131072, 229376):
+        assert BARRIERS + 13 * piece_bytes(free, 12) <= free
+    with pytest.raises(ValueError, match="too few"):
+        piece_bytes(10000, 12)
+    with pytest.raises(ValueError, match="too few"):
+        piece_bytes(1 << 20, 17)  # barriers
