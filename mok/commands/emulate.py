@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from mok.config import TILE_ROWS
+from mok.errors import MokError
 
 NAME = "emulate"
 HELP = "run a script's CuTe DSL kernels on the CPU, and report races, hangs and stray accesses"
@@ -20,22 +21,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-sms", type=int, help="SMs of the emulated GPU")
     parser.add_argument("--no-check", action="store_true", help="run without the checkers")
     parser.add_argument("--timeline", help="write the last run's Perfetto JSON here")
-    parser.add_argument("arguments", nargs="*", help="passed to the script")
+    parser.add_argument(
+        "arguments", nargs="*", help="passed to the script: right after it, before any option"
+    )
 
 
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     from mok.tools.emulator.cli import emulate
+    from mok.tools.emulator.errors import EmulatorError
 
-    return emulate(
-        args.script,
-        args.arch,
-        seeds=args.seeds,
-        num_sms=args.num_sms,
-        check=not args.no_check,
-        timeline=args.timeline,
-        arguments=args.arguments,
-        console=progress,
-    )
+    try:
+        return emulate(
+            args.script,
+            args.arch,
+            seeds=args.seeds,
+            num_sms=args.num_sms,
+            check=not args.no_check,
+            timeline=args.timeline,
+            arguments=args.arguments,
+            console=progress,
+        )
+    except EmulatorError as error:  # of the command line: what scripts do is in the document
+        raise MokError(error.rule, error.value, error.remedy) from None
 
 
 def passed(document: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,11 @@ def emulate(
 
     Returns:
         {launches: [{run, kernel, grid, steps, seconds}], reports: [{run, kind, warp, ptx_line, source,
-        text}]}; a run ends with the launch that is reported.
+        text}]}. A run ends with the launch that is reported, unless the script catches the error. An exception
+        of the script's own and an exit code other than 0 are reported, too, and the next seed follows.
+
+    Raises:
+        EmulatorError: there is no such script, or ``seeds`` is negative.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -35,6 +40,10 @@ def emulate(
 
     if not Path(script).is_file():
         raise EmulatorError("the script must exist", script)
+    if seeds < 0:
+        raise EmulatorError(
+            "the number of seeds must not be negative", seeds, "0: the plain machine"
+        )
     launches: list[dict[str, Any]] = []
     reports: list[dict[str, Any]] = []
     runs: list[int | None] = list(range(seeds)) if seeds else [None]
@@ -45,13 +54,28 @@ def emulate(
             label = "plain" if seed is None else f"seed {seed}"
             emu = Emulator(arch, num_sms, seed=seed, check=check, timeline=timeline is not None)
             sys.argv = [script, *arguments]
+            sys.path.insert(
+                0, str(Path(script).resolve().parent)
+            )  # as for a script that Python runs
+            found: list[dict[str, Any]] = []
             try:
                 with emu:
                     runpy.run_path(script, run_name="__main__")
+                found = caught(emu.report)
             except EmulatorError as error:
-                reports += [{"run": label, **entry} for entry in entries(error, emu.report)]
+                found = entries(error, emu.report)
+            except SystemExit as end:
+                found = caught(emu.report)
+                if end.code not in (None, 0):
+                    found.append(entry("the script must end with 0", None, f"exit code {end.code}"))
+            except Exception as error:
+                found = caught(emu.report)
+                text = "".join(traceback.format_exception(error)).rstrip()
+                found.append(entry("the script must not fail", None, text))
             finally:
+                reports += [{"run": label, **one} for one in found]
                 sys.argv = argv
+                sys.path.pop(0)
                 if timeline is not None:
                     emu.report.write_timeline(timeline)
             launches += [
@@ -68,19 +92,28 @@ def emulate(
     return {"launches": launches, "reports": reports}
 
 
+def entry(kind: str, at: Where | None, text: str) -> dict[str, Any]:
+    """A report as data."""
+    return {
+        "kind": kind,
+        "warp": f"CTA {at.cta} warp {at.warp}" if at else None,
+        "ptx_line": at.ptx_line if at else None,
+        "source": (at.source or None) if at else None,
+        "text": text,
+    }
+
+
 def entries(error: EmulatorError, report: Any) -> list[dict[str, Any]]:
     """What stopped a run, as data: every finding of the checkers, and the error if it is another one."""
-
-    def entry(kind: str, at: Where | None, text: str) -> dict[str, Any]:
-        return {
-            "kind": kind,
-            "warp": f"CTA {at.cta} warp {at.warp}" if at else None,
-            "ptx_line": at.ptx_line if at else None,
-            "source": (at.source or None) if at else None,
-            "text": text,
-        }
-
     found = [entry(f.rule, f.at, str(f)) for f in report.findings]
     if not found or not error.rule.startswith("the checkers found"):
         found.append(entry(error.rule, getattr(error, "at", None), str(error)))
+    return found
+
+
+def caught(report: Any) -> list[dict[str, Any]]:
+    """What was found in launches whose errors the script caught itself."""
+    found = [entry(f.rule, f.at, str(f)) for f in report.findings]
+    if not found:
+        found = [entry("a kernel must not fault", None, text) for text in report.faults]
     return found

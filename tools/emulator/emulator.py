@@ -174,6 +174,11 @@ class Emulator:
     ) -> None:
         if arch not in LIMITS:
             raise EmulatorError("the architecture must be emulated", arch, f"use {list(LIMITS)}")
+        for name, value in (("num_sms", num_sms), ("num_gpus", num_gpus)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise EmulatorError(f"{name} must be a whole number of at least 1", repr(value))
+        if seed is not None and not isinstance(seed, int):
+            raise EmulatorError("a seed must be a whole number, or None", repr(seed))
         self.arch, self.seed, self.num_gpus = arch, seed, num_gpus
         self.num_sms = num_sms or (132 if arch == "sm_90a" else 148)
         self.check = seed is not None if check is None else check
@@ -225,6 +230,10 @@ class Emulator:
                 self.register(obj)
 
     def __enter__(self) -> "Emulator":
+        if self._stack is not None:
+            raise EmulatorError(
+                "an emulator must not be entered again while it is active", self.arch
+            )
         interceptor = Interceptor(self._launch, self.arch, self.num_sms)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(interceptor.active())

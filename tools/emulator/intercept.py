@@ -6,8 +6,10 @@ an emulator is active, the first bytes of those wrappers are replaced in memory 
 ctypes callback, and restored afterwards.  No compiler, driver or GPU is involved.
 """
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import platform
@@ -52,6 +54,14 @@ def _jump(target: int) -> bytes:
     raise EmulatorError(
         "launch interception needs an x86-64 or aarch64 host", machine, "run on one of these"
     )
+
+
+@functools.cache
+def _dump_folder() -> str:
+    """Where the compiler leaves PTX: for the whole process, as it returns what an earlier context has compiled."""
+    folder = tempfile.TemporaryDirectory(prefix="mok-emulator-")
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 class Interceptor:
@@ -180,7 +190,7 @@ class Interceptor:
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
         from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
-        dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="mok-emulator-"))
+        dump = _dump_folder()
         original_env = compiler.CompileOptions.apply_envar_settings
 
         def keep_ptx(options: Any, envar: Any, function_name: str) -> None:
