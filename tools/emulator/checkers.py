@@ -1,5 +1,6 @@
 """The checkers' Python side: clocks and shadow memory of a machine, asynchronous agents."""
 
+import os
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ import numpy as np
 
 from mok.tools.emulator import clocks, phases, race
 from mok.tools.emulator import layout as L
-from mok.tools.emulator.errors import Where
+from mok.tools.emulator.errors import LaunchError, Where
 from mok.tools.emulator.mapproxy import MapProxy
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Checker:
             objects //= 2
         self.agents = agents
         rows = warps * clocks.ROWS_PER_WARP + objects * clocks.ROWS_PER_OBJECT
+        self._refuse(ctas, 4 * rows * agents)
         self.clocks = np.zeros((rows, agents), dtype=np.int32)
         self.keys = np.zeros(objects + 64, dtype=np.int64)
         self.owners = np.zeros((objects + 64, clocks.OWNER_WORDS), dtype=np.int64)
@@ -96,6 +98,17 @@ class Checker:
             w.state[L.W_AGENT] = i
         for cta in machine.ctas:
             cta.on_read = self.smem_chunks
+
+    @staticmethod
+    def _refuse(ctas: int, need: int) -> None:
+        """Every warp has a clock of every other one: they grow with the square of the CTAs."""
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if need > have // 2:
+            raise LaunchError(
+                "the checkers' clocks of all CTAs at once must fit half of the memory",
+                f"{need / 2**30:.1f} GiB for {ctas} CTAs, of {have / 2**30:.1f} GiB",
+                "use fewer CTAs at once (num_sms), a smaller grid or block, or check=False",
+            )
 
     def _global_shadow(self) -> None:
         m = self.machine

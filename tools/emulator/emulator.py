@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -140,6 +141,10 @@ class Report:
         Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ns"}))
 
 
+# Emulators that are active, the last entered one last, and the thread of each: they patch the process.
+_active: list[tuple["Emulator", int]] = []
+
+
 class Emulator:
     """Runs functions from ``cute.compile`` on CPU memory while the context is active.
 
@@ -234,9 +239,16 @@ class Emulator:
             raise EmulatorError(
                 "an emulator must not be entered again while it is active", self.arch
             )
+        if _active and _active[-1][1] != threading.get_ident():
+            raise EmulatorError(
+                "one thread at a time may have emulators",
+                "another thread's is active",
+                "use one Emulator and launch from several threads, or processes",
+            )
         interceptor = Interceptor(self._launch, self.arch, self.num_sms)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(interceptor.active())
+        _active.append((self, threading.get_ident()))
         try:
             from mok.runtime.launch import set_active_emulator
         except ImportError:  # the emulator also serves kernels outside this package
@@ -251,6 +263,9 @@ class Emulator:
         traceback: TracebackType | None,
     ) -> None:
         assert self._stack is not None
+        if _active[-1][0] is not self:
+            raise EmulatorError("emulators must end in reverse order", f"{len(_active)} are active")
+        _active.pop()
         self._stack.close()
         self._stack = None
 

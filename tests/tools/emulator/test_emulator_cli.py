@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -121,3 +122,36 @@ def test_an_emulator_is_entered_once_at_a_time():
     with emulator, pytest.raises(EmulatorError, match="entered again"):
         emulator.__enter__()
     assert active_emulator() is before
+
+
+def test_emulators_end_in_reverse_order():
+    first, second = Emulator("sm_90a", num_sms=2), Emulator("sm_90a", num_sms=2)
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(EmulatorError, match="reverse order"):
+        first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    first.__exit__(None, None, None)
+
+
+def test_one_thread_has_emulators():
+    errors: list[Exception] = []
+
+    def other() -> None:
+        try:
+            with Emulator("sm_90a", num_sms=2):
+                pass
+        except EmulatorError as error:
+            errors.append(error)
+
+    with Emulator("sm_90a", num_sms=2):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1 and "one thread at a time" in str(errors[0])
+
+
+def test_more_ctas_than_memory_are_refused_before_the_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: 1 << 12)  # 16 MiB in all
+    found = run(tmp_path, f"run({ARCH})", 1)
+    assert "must fit half of the memory" in found["reports"][0]["text"] and not found["launches"]
