@@ -108,6 +108,8 @@ def entries(error: EmulatorError, report: Any) -> list[dict[str, Any]]:
     found = [entry(f.rule, f.at, str(f)) for f in report.findings]
     if not found or not error.rule.startswith("the checkers found"):
         found.append(entry(error.rule, getattr(error, "at", None), str(error)))
+    # Of a deadlock, every warp's wait with its place.
+    found += [entry("a warp waits", at, text) for at, text in getattr(error, "waits", ())]
     return found
 
 

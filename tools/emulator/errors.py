@@ -1,5 +1,6 @@
 """Errors of the emulator: what rule was broken, where, with which value, and what to do."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -42,7 +43,8 @@ class LaunchError(EmulatorError):
 
 
 class KernelFault(EmulatorError):
-    """A checker stopped the kernel.  ``report`` holds every finding as data, ``at`` is where it stopped."""
+    """A checker stopped the kernel.  ``report`` holds every finding as data, ``at`` is where it stopped; of a
+    deadlock ``waits`` has each warp's place and what it waits for."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class KernelFault(EmulatorError):
         remedy: str = "",
         report: object = None,
         at: Where | None = None,
+        waits: Sequence[tuple[Where, str]] = (),
     ) -> None:
         super().__init__(rule, value, remedy)
-        self.report, self.at = report, at
+        self.report, self.at, self.waits = report, at, waits

@@ -585,10 +585,16 @@ class Machine(Residency, BulkOps):
 
     def _deadlock(self) -> None:
         lines = self.waits()
+        live = [w for w in self.warps if w.state[L.W_STATE] == L.STATE_RUN]
+        places = [
+            self.where(w, int(w.state[L.W_WAIT_PC if w.state[L.W_WAIT_KIND] else L.W_PC]))
+            for w in live
+        ]
         if self.waiting_clusters:
             why = " while a competing grid has the SMs" if self.rival and self.rival.active else ""
             lines.append(f"{len(self.waiting_clusters)} clusters have not started{why}")
         raise KernelFault(
             "deadlock: no warp can go on and no operation is pending",
             f"{len(lines)} waits\n  " + "\n  ".join(lines),
+            waits=list(zip(places, lines, strict=False)),
         )

@@ -94,6 +94,33 @@ def test_a_fault_that_the_script_catches_is_not_lost(tmp_path):
     assert {r["run"] for r in found["reports"]} == {"seed 0", "seed 1"}
 
 
+HANG = """
+import cutlass, torch
+from cutlass import Int64, cute
+import cuda.bindings.driver as cuda
+
+@cute.kernel
+def kernel(out: Int64):
+    if cute.arch.thread_idx()[0] < 32:
+        cute.arch.barrier(barrier_id=1, number_of_threads=64)
+
+@cute.jit
+def f(out: Int64, stream: cuda.CUstream):
+    kernel(out).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
+
+cute.compile(f, Int64(0), cuda.CUstream(0), options="--gpu-arch sm_90a")(Int64(0), cuda.CUstream(0))
+"""
+
+
+def test_a_hang_names_each_waiting_warp_as_data(tmp_path):
+    script = tmp_path / "hang.py"
+    script.write_text(HANG)
+    whole, *waits = emulate(str(script), "sm_90a", 1, num_sms=2)["reports"]
+    assert "deadlock" in whole["kind"]
+    assert [w["kind"] for w in waits] == ["a warp waits"] and waits[0]["ptx_line"] > 0
+    assert waits[0]["warp"] == "CTA (0, 0, 0) warp 0" and "32 of 64" in waits[0]["text"]
+
+
 def test_seeds_below_zero(tmp_path):
     with pytest.raises(EmulatorError, match="must not be negative"):
         run(tmp_path, "", -2)
