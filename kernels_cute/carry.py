@@ -146,7 +146,8 @@ class Worker(Invariant):
 
     @cute.jit
     def pull(self, first: Int32, source_base: Int64, topk: Int32, target: Int64, phase: Int32):
-        """Rows from ``first`` on from their source ranks' buffer [tokens, H] to ``target``; padding is zero."""
+        """``count`` rows from ``first`` on, from their source ranks' buffer bf16 [tokens, H] to ``target``, bf16
+        [count, H]; padding is zero."""
         rows = self.rows
         if cutlass.const_expr(self.hold is None):
             comm.pull_rows(
@@ -166,7 +167,8 @@ class Worker(Invariant):
 
     @cute.jit
     def push(self, first: Int32, source: Int64, target_base: Int64, phase: Int32):
-        """Rows at ``source`` to their routes' slots [tokens*K, H] on the tokens' own ranks; padding is skipped."""
+        """``count`` rows at ``source``, bf16 [count, H], to their routes' slots, bf16 [tokens*K, H], on the tokens'
+        own ranks; padding is skipped."""
         rows = self.rows
         if cutlass.const_expr(self.hold is None):
             comm.push_rows(rows, first, self.count, source, target_base, self.warp, self.warps)

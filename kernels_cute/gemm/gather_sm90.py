@@ -22,13 +22,12 @@ class Bars(NamedTuple):
     """The mbarriers of the stages.
 
     ``written``: the MMA warps have put results into a stage; ``ready``: the pair's other CTA is ready for this
-    stage's B. Nobody waits for ``issued``; its place is kept so that the text is the one that was measured.
+    stage's B.
     """
 
     full: cute.Pointer
     empty: cute.Pointer
     written: cute.Pointer
-    issued: cute.Pointer
     ready: cute.Pointer
 
 

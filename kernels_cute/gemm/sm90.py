@@ -124,7 +124,6 @@ class Mainloop(Gather):
             cute.arch.mbarrier_init(bars.full + i, self.full_arrivals)
             cute.arch.mbarrier_init(bars.empty + i, self.empty_arrivals)
             cute.arch.mbarrier_init(bars.written + i, self.empty_arrivals)
-            cute.arch.mbarrier_init(bars.issued + i, 1)
             cute.arch.mbarrier_init(bars.ready + i, 1)
 
     # ---- host: descriptors ----
