@@ -151,12 +151,10 @@ def copy_async_16(shared_address: Int32, global_address: Int64) -> None:
     )
 
 
-def mul_hi(a: Int32, b: Int32, shift: Int32) -> Int32:
-    """The high word of the unsigned product a*b, shifted right."""
+def mul_hi(a: Int32, b: Int32) -> Int32:
+    """The high word of the unsigned product a*b."""
     return cute.arch.inline_ptx(
-        "{\n\t.reg .b32 t;\n\tmul.hi.u32 t, {$r0}, {$r1};\n\tshr.u32 {$w0}, t, {$r2};\n\t}",
-        write_only_types=[Int32],
-        read_only_args=[a, b, shift],
+        "mul.hi.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
     )
 
 

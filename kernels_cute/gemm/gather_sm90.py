@@ -31,17 +31,16 @@ class Bars(NamedTuple):
     ready: cute.Pointer
 
 
-def high_divider(multiplier: Int64) -> tuple[Int32, Int32]:
-    """From M = ceil(2^36/d) of ``sync.divider`` to (m, s) with v // d = (v*m >> 32) >> s for v < 2^31.
+AT_ONCE = 4  # K steps
+FEW_TOKENS = 1 << 22  # of a rank: with K <= 32, routes are below 2^27
 
-    m = ceil(2^(32+s)/d) < 2^32 with s + 1 = ceil(log2 d): m*d = 2^(32+s) + e with e < d ≤ 2^(s+1), so
-    v*e < 2^(32+s). There is none for d = 1: s is -1.
+
+def high_divider(multiplier: Int64) -> Int32:
+    """From M = ceil(2^36/d) of ``sync.divider`` to m with v // d = v*m >> 32 for v < 2^27. 0: there is none.
+
+    m = ceil(2^32/d) < 2^32 for d > 1: m*d = 2^32 + e with e < d <= 32, so v*e < 2^32.
     """
-    s = Int32(-1)
-    for i in range(5):
-        s += Int32(multiplier < Int64(1 << (36 - i)))
-    drop = 4 - cutlass.max(s, Int32(0))
-    return Int32((multiplier + (Int64(1) << drop) - 1) >> drop), s
+    return Int32((multiplier + 15) >> 4)
 
 
 class Gather(Invariant):
@@ -98,8 +97,7 @@ class Gather(Invariant):
         A stage is handed over when the next one's copies are on their way.
         """
         stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
-        row_step = self.row_step
-        count = self.TILE_M // row_step
+        count = self.TILE_M // self.row_step
         chunk, _, target = self.place(thread, sA_address)
         source = x_address + Int64(chunk * 16)
         pitch = Int32(row_bytes)
@@ -109,28 +107,58 @@ class Gather(Invariant):
             sources[i] = ptx.mad_wide(cutlass.max(rows[i], Int32(0)), pitch, source)
             exist |= Int32(rows[i] >= 0) << i
         whole = cute.arch.vote_all_sync(exist == (1 << count) - 1)
-        before = stage
-        for k in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
-            stage_target = target + stage * self.a_bytes
-            if whole:
-                for i in cutlass.range_constexpr(count):
-                    ptx.copy_async_16(stage_target + i * row_step * 128, sources[i])
-            else:
-                for i in cutlass.range_constexpr(count):
-                    ptx.cp_async_16(
-                        stage_target + i * row_step * 128, sources[i], ((exist >> i) & 1) * 16
-                    )
-            cute.arch.cp_async_commit_group()
+        before = Int32(-1)
+        # Rows advance every few steps; those between are immediate offsets.
+        for _ in cutlass.range(k_tiles // AT_ONCE, unroll=1):
+            for j in cutlass.range_constexpr(AT_ONCE):
+                before, stage, phase = self.gather_step(
+                    bars, sources, exist, whole, target, j, before, stage, phase
+                )
+            for i in cutlass.range_constexpr(count):
+                sources[i] = sources[i] + Int64(AT_ONCE * self.TILE_K * 2)
+        for _ in cutlass.range(k_tiles % AT_ONCE, unroll=1):
+            before, stage, phase = self.gather_step(
+                bars, sources, exist, whole, target, 0, before, stage, phase
+            )
             for i in cutlass.range_constexpr(count):
                 sources[i] = sources[i] + Int64(self.TILE_K * 2)
-            if k > 0:
-                self.landed(bars, before, 1)
-            before = stage
-            stage, phase = advance(stage, phase, self.stages)
-        if k_tiles > 0:
+        if before >= 0:
             self.landed(bars, before, 0)
         return stage, phase
+
+    @cute.jit
+    def gather_step(
+        self,
+        bars: Bars,
+        sources: cute.Tensor,
+        exist: Int32,
+        whole: cutlass.Boolean,
+        target: Int32,
+        ahead: cutlass.Constexpr[int],
+        before: Int32,
+        stage: Int32,
+        phase: Int32,
+    ) -> tuple[Int32, Int32, Int32]:
+        """Start the copies of a K step ``ahead`` of ``sources``, and hand over stage ``before`` if not negative.
+
+        ``exist`` has a bit per row, ``whole`` is true where all have theirs. Returns the stage and the next
+        (stage, phase).
+        """
+        cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+        stage_target = target + stage * self.a_bytes
+        rows, offset = cute.size(sources), Int64(ahead * self.TILE_K * 2)
+        if whole:
+            for i in cutlass.range_constexpr(rows):
+                ptx.copy_async_16(stage_target + i * self.row_step * 128, sources[i] + offset)
+        else:
+            for i in cutlass.range_constexpr(rows):
+                at = stage_target + i * self.row_step * 128
+                ptx.cp_async_16(at, sources[i] + offset, ((exist >> i) & 1) * 16)
+        cute.arch.cp_async_commit_group()
+        if before >= 0:
+            self.landed(bars, before, 1)
+        after, phase = advance(stage, phase, self.stages)
+        return stage, after, phase
 
     @cute.jit
     def gather(
@@ -186,7 +214,8 @@ class Gather(Invariant):
         pitch, columns = Int32(source.row_bytes), Int32(source.row_bytes // 2)
         first_byte = source.address + Int64(first_column + chunk * 8) * 2
         both = first_column + 64 < columns
-        multiplier, shift = high_divider(by_topk)
+        multiplier = high_divider(by_topk)
+        simple = both & (multiplier != 0) & (source.rows <= FEW_TOKENS)
         mine = routes + first
         rows = cute.make_rmem_tensor((per_thread,), Int64)
         coming = cute.make_rmem_tensor((per_thread,), Int32)
@@ -198,10 +227,10 @@ class Gather(Invariant):
             least = coming[0]
             for i in cutlass.range_constexpr(per_thread):
                 least = cutlass.min(least, coming[i])
-            whole = cute.arch.vote_all_sync((least >= 0) & both & (shift >= 0))
+            whole = cute.arch.vote_all_sync((least >= 0) & simple)
             if whole:
                 for i in cutlass.range_constexpr(per_thread):
-                    token = ptx.mul_hi(coming[i], multiplier, shift)
+                    token = ptx.mul_hi(coming[i], multiplier)
                     rows[i] = ptx.mad_wide(token, pitch, first_byte)
             else:
                 for i in cutlass.range_constexpr(per_thread):

@@ -186,6 +186,8 @@ class Mainloop(Gather):
         the same B now. ``k_first`` is the first K step in the tensors. Returns the next (stage, phase).
         """
         tx_bytes = self.a_bytes * a_by_tma + self.b_bytes
+        a_tile, left_tile, right_tile = self.uniform(a_tile, left_tile, right_tile)
+        batch, shares, k_first = self.uniform(batch, shares, Int32(k_first))
         tAgA = a.tXgX[None, a_tile, None, 0]
         tBgB_left = left.tXgX[None, left_tile, None, batch]
         tBgB_right = right.tXgX[None, right_tile, None, batch]

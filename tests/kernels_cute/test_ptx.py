@@ -77,7 +77,7 @@ CASES = {
         lambda a, w, x: ptx.copy_async_16(Int32(w), a),
         "cp.async.cg.shared.global.L2::128B",
     ),
-    "mul_hi": (lambda a, w, x: ptx.mul_hi(Int32(w), Int32(w), Int32(w)), "mul.hi.u32"),
+    "mul_hi": (lambda a, w, x: ptx.mul_hi(Int32(w), Int32(w)), "mul.hi.u32"),
     "load_16": (lambda a, w, x: ptx.load_16(a)[3], "ld.global.L1::no_allocate.v4.b32"),
     "load_16_if": (
         lambda a, w, x: ptx.load_16_if(a, w > 0)[3],
