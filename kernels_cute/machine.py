@@ -155,14 +155,14 @@ def works_in_pairs(
     return machine_of(arch).pairs and not mxfp8 and num_comm_ctas % 2 == 0 and needed <= whole
 
 
-PAIR_STEPS = 32  # between Qwen3-30B's 21 and Mixtral's 84
+PAIR_STEPS = 24  # Qwen3-30B has 21, OLMoE 24, Mixtral 84
 
 
 def pays_backward(hidden: int, intermediate: int) -> bool:
     """Whether pairs make backward faster: where a task has ``PAIR_STEPS`` K steps or more on average.
 
-    The two CTAs of a pair wait for each other at each task, which short ones do not earn back: -1.5 % on
-    Qwen3-30B, + 0.5 % on Mixtral; in forward + 0 to 3 % on either (docs/measurements/h200.md).
+    The two CTAs of a pair wait for each other at each task, which short ones do not earn back: - 1.5 to + 0.5 %
+    on Qwen3-30B, + 1.5 % on OLMoE, + 2.5 % on DeepSeek-V3; in forward + 0 to 3 % (docs/measurements/h200.md).
     """
     # Per row block: I/128 tasks of H/64 steps and H/256 of I/64.
     steps = 3 * hidden * intermediate / (64 * (2 * intermediate + hidden))

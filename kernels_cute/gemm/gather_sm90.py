@@ -31,7 +31,6 @@ class Bars(NamedTuple):
     ready: cute.Pointer
 
 
-AT_ONCE = 4  # K steps
 FEW_TOKENS = 1 << 22  # of a rank: with K <= 32, routes are below 2^27
 
 
@@ -97,7 +96,8 @@ class Gather(Invariant):
         A stage is handed over when the next one's copies are on their way.
         """
         stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
-        count = self.TILE_M // self.row_step
+        row_step = self.row_step
+        count = self.TILE_M // row_step
         chunk, _, target = self.place(thread, sA_address)
         source = x_address + Int64(chunk * 16)
         pitch = Int32(row_bytes)
@@ -107,58 +107,28 @@ class Gather(Invariant):
             sources[i] = ptx.mad_wide(cutlass.max(rows[i], Int32(0)), pitch, source)
             exist |= Int32(rows[i] >= 0) << i
         whole = cute.arch.vote_all_sync(exist == (1 << count) - 1)
-        before = Int32(-1)
-        # Rows advance every few steps; those between are immediate offsets.
-        for _ in cutlass.range(k_tiles // AT_ONCE, unroll=1):
-            for j in cutlass.range_constexpr(AT_ONCE):
-                before, stage, phase = self.gather_step(
-                    bars, sources, exist, whole, target, j, before, stage, phase
-                )
-            for i in cutlass.range_constexpr(count):
-                sources[i] = sources[i] + Int64(AT_ONCE * self.TILE_K * 2)
-        for _ in cutlass.range(k_tiles % AT_ONCE, unroll=1):
-            before, stage, phase = self.gather_step(
-                bars, sources, exist, whole, target, 0, before, stage, phase
-            )
+        before = stage
+        for k in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
+            stage_target = target + stage * self.a_bytes
+            if whole:
+                for i in cutlass.range_constexpr(count):
+                    ptx.copy_async_16(stage_target + i * row_step * 128, sources[i])
+            else:
+                for i in cutlass.range_constexpr(count):
+                    ptx.cp_async_16(
+                        stage_target + i * row_step * 128, sources[i], ((exist >> i) & 1) * 16
+                    )
+            cute.arch.cp_async_commit_group()
             for i in cutlass.range_constexpr(count):
                 sources[i] = sources[i] + Int64(self.TILE_K * 2)
-        if before >= 0:
+            if k > 0:
+                self.landed(bars, before, 1)
+            before = stage
+            stage, phase = advance(stage, phase, self.stages)
+        if k_tiles > 0:
             self.landed(bars, before, 0)
         return stage, phase
-
-    @cute.jit
-    def gather_step(
-        self,
-        bars: Bars,
-        sources: cute.Tensor,
-        exist: Int32,
-        whole: cutlass.Boolean,
-        target: Int32,
-        ahead: cutlass.Constexpr[int],
-        before: Int32,
-        stage: Int32,
-        phase: Int32,
-    ) -> tuple[Int32, Int32, Int32]:
-        """Start the copies of a K step ``ahead`` of ``sources``, and hand over stage ``before`` if not negative.
-
-        ``exist`` has a bit per row, ``whole`` is true where all have theirs. Returns the stage and the next
-        (stage, phase).
-        """
-        cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
-        stage_target = target + stage * self.a_bytes
-        rows, offset = cute.size(sources), Int64(ahead * self.TILE_K * 2)
-        if whole:
-            for i in cutlass.range_constexpr(rows):
-                ptx.copy_async_16(stage_target + i * self.row_step * 128, sources[i] + offset)
-        else:
-            for i in cutlass.range_constexpr(rows):
-                at = stage_target + i * self.row_step * 128
-                ptx.cp_async_16(at, sources[i] + offset, ((exist >> i) & 1) * 16)
-        cute.arch.cp_async_commit_group()
-        if before >= 0:
-            self.landed(bars, before, 1)
-        after, phase = advance(stage, phase, self.stages)
-        return stage, after, phase
 
     @cute.jit
     def gather(
@@ -263,16 +233,12 @@ class Gather(Invariant):
             self.landed(bars, before, 0)
         return stage, phase
 
-    @cute.jit
     def pass_tile(
         self, bars: Bars, k_tiles: Int32, stage: Int32, phase: Int32
     ) -> tuple[Int32, Int32]:
-        """The gather warps' part of a task whose A comes by TMA: arrive, so that counts match."""
-        stage, phase, k_tiles = self.uniform(stage, phase, k_tiles)
-        for _ in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(bars.full + stage)
-            stage, phase = advance(stage, phase, self.stages)
-        return stage, phase
+        """The gather warps' part of a task whose A comes by TMA: none, the load warp arrives for them.
+
+        They do not run a ring ahead: a task is published once all loads of the one before it are issued.
+        """
+        at = stage + k_tiles
+        return at % self.stages, phase ^ ((at // self.stages) & 1)

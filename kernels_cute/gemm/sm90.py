@@ -196,8 +196,7 @@ class Mainloop(Gather):
             k = step + k_first
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             full = bars.full + stage
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
+            self.expect(full, tx_bytes, a_by_tma)
             self.tell(bars, stage)
             if cutlass.const_expr(a_by_tma):
                 cute.copy(a.atom, tAgA[None, k], a.tXsX[None, stage], tma_bar_ptr=full)
@@ -220,6 +219,14 @@ class Mainloop(Gather):
                 cute.copy(right.atom, tBgB_right[None, k], right_to, tma_bar_ptr=full)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
+
+    @cute.jit
+    def expect(self, full: cute.Pointer, tx_bytes: int, a_by_tma: cutlass.Constexpr[bool]):
+        """The load warp's arrival at a stage; with A by TMA also for the gather warps, which pass such tasks."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
+            if cutlass.const_expr(a_by_tma and self.full_arrivals > 1):
+                cute.arch.mbarrier_arrive(full, arrive_count=self.full_arrivals - 1)
 
     @cute.jit
     def tell(self, bars: Bars, stage: Int32):
@@ -250,7 +257,7 @@ class Mainloop(Gather):
         for _ in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bars.full + stage)
+                cute.arch.mbarrier_arrive(bars.full + stage, arrive_count=self.full_arrivals)
             self.tell(bars, stage)
             self.hear(bars, stage, phase)
             stage, phase = advance(stage, phase, self.stages)
@@ -286,8 +293,7 @@ class Mainloop(Gather):
         for c in cutlass.range(count, unroll=1):
             cute.arch.mbarrier_wait(bars.empty + stage, phase ^ 1)
             full = bars.full + stage
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.a_bytes)
+            self.expect(full, 2 * self.a_bytes, True)
             self.tell(bars, stage)
             self.hear(bars, stage, phase)
             column = first + c
