@@ -409,6 +409,10 @@ def main() -> int:
         print("This records what a Hopper GPU does, and there is none.", file=sys.stderr)
         return 2
     lock = threading.Lock()
+    if RECORD.exists():  # a run that is cut off leaves what was known
+        old = json.loads(RECORD.read_text())
+        if old["device"] == found["device"]:
+            found = old | found
 
     def done(entry: dict[str, Any]) -> None:
         part, name, value = entry["part"], entry["name"], entry["result"]
