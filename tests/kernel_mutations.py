@@ -6,9 +6,10 @@
 
 ``run`` tries a build of ``tests.mutation_builds.BUILDS`` on its cases: the undamaged kernel on the plain
 machine with each case and with every seed, then each mutation with one after the other of these until someone
-notices, on ``--jobs`` processes. Each line of the file is an undamaged try or what became of a mutation after a
-few, written when they have ended; a run goes on from what its own file and the ``--known`` ones say of the
-same PTX. ``merge`` keeps the last word on each mutation.
+notices, ``--jobs`` at a time, each in a process of its own. Each line of the file is an undamaged try or what
+became of a mutation after a few, written when they have ended; a run goes on from what its own file and the
+``--known`` ones say of the same PTX. A mutation whose process has died is "crashed": nobody knows what
+becomes of it, and the next run tries again. ``merge`` keeps the last word on each mutation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import faulthandler
 import hashlib
 import json
 import random
@@ -24,9 +26,11 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +40,7 @@ from tests.mutation_builds import BUILDS, Build, Outcome
 
 SEEDS = 20  # of the adversarial machine
 BATCH = 4  # tries of a process with a mutation in a row: it takes a second to read a kernel's text
+FORK = get_context("fork")
 Entry = dict  # one line of a file
 Try = tuple[int, int | None]  # a case and a seed; None: the plain machine
 
@@ -174,13 +179,17 @@ class Records:
         return len(self.clean) == (20 if plain == 1 else SEEDS + len(cases))
 
     def rank(self, entry: Entry) -> int:
-        """How much an entry says: a survivor of more tries says more, a noticed one most."""
+        """How much an entry says: a survivor of more tries says more, a noticed one most, a crash nothing."""
+        if entry["result"] == "crashed":
+            return -1
         order = self.tries()
         return order.index(self.try_of(entry)) if entry["result"] == "survived" else len(order)
 
     def left(self, name: str, line: int) -> list[Try]:
         """What is left to try on a mutation, nothing if no other try can notice."""
         last = self.last.get(name)
+        if last and last["result"] == "crashed":
+            last = None
         if last and last["result"] != "survived":
             return []
         order = self.tries()
@@ -214,13 +223,18 @@ def work(name: str, mutation: str | None, tries: list[tuple[Try, str]], end: flo
         entry = undamaged(build, *tries[0][0])
     else:
         damage = build.damage(ptx, named[mutation])
-        with forgotten():
-            for (case, seed), expected in tries:
-                entry = {"name": mutation, "line": named[mutation].line}
-                entry |= judge(build, damage, case, seed, expected)
-                if entry["result"] != "survived" or time.monotonic() > end:
-                    break
+        for (case, seed), expected in tries:
+            entry = {"name": mutation, "line": named[mutation].line}
+            entry |= judge(build, damage, case, seed, expected)
+            if entry["result"] != "survived" or time.monotonic() > end:
+                break
     return entry | {"seconds": round(time.perf_counter() - begin, 1)}
+
+
+def work_apart(answer: Connection, *task: Any) -> None:
+    """``work`` in a forked process; the log says where one dies of a signal."""
+    faulthandler.enable(2)  # the file descriptor: a test may have replaced sys.stderr
+    answer.send(work(*task))
 
 
 STATE: dict[str, tuple[Build, str, dict[str, Mutation]]] = {}
@@ -254,10 +268,9 @@ class Run:
         assert entry["name"].split()[0] != "undamaged" or entry["result"] == "clean", entry
         self.records.add(entry)
 
-    def tries(self, pool: ProcessPoolExecutor, todo: list[tuple[str | None, list[Try]]]) -> None:
+    def tries(self, todo: list[tuple[str | None, list[Try]]]) -> None:
         """Each mutation with tries, and what follows from it, the first tries first."""
-        named = STATE[self.name][2]
-        running: set[Future] = set()
+        running: dict[Any, tuple[ForkProcess, str | None, Try]] = {}
         while todo or running:
             todo.sort(key=lambda t: self.order.index(t[1][0]))
             while todo and len(running) < self.jobs and time.monotonic() < self.end:
@@ -266,39 +279,57 @@ class Run:
                 batch = left[:1] if left[0] == self.order[0] else left[:BATCH]
                 clean = self.records.clean
                 tries = [(key, clean[key]["bits"] if mutation else "") for key in batch]
-                running.add(pool.submit(work, self.name, mutation, tries, self.end))
+                answer, child = FORK.Pipe(duplex=False)
+                process = FORK.Process(
+                    target=work_apart, args=(child, self.name, mutation, tries, self.end)
+                )
+                process.start()
+                child.close()  # so that the process's death ends the pipe
+                running[answer] = process, mutation, batch[0]
             if not running:
                 return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                entry = future.result()
+            for answer in wait(list(running)):
+                entry = self.ended(answer, *running.pop(answer))
                 self.add(entry)
-                name = entry["name"]
-                if name in named:
-                    following = self.records.left(name, entry["line"])
+                if entry["result"] == "survived":
+                    following = self.records.left(entry["name"], entry["line"])
                     if following:
-                        todo.append((name, following))
+                        todo.append((entry["name"], following))
+
+    def ended(self, answer: Any, process: ForkProcess, mutation: str | None, first: Try) -> Entry:
+        """What a process has found, or that it has died."""
+        try:
+            entry: Entry = answer.recv()
+        except EOFError:
+            process.join()
+            entry = {"name": mutation or f"undamaged {first[0]}", "line": 0}
+            if mutation:
+                entry["line"] = STATE[self.name][2][mutation].line
+            entry |= {"case": first[0], "seed": first[1], "result": "crashed", "seconds": 0.0}
+            entry["detail"] = f"exit code {process.exitcode}"
+        answer.close()
+        process.join()
+        return entry
 
     def all(self, sample: int | None) -> None:
         named = STATE[self.name][2]
         # In any order, so that the part that a run has reached is a fair sample.
         order = random.Random(0).sample(list(named.items()), len(named))[:sample]
-        with ProcessPoolExecutor(self.jobs, get_context("fork")) as pool:
-            missing = [key for key in self.order if key not in self.records.clean]
-            self.tries(pool, [(None, [key]) for key in missing])
-            if not self.records.all_tried():
-                return
-            todo: list[tuple[str | None, list[Try]]] = []
-            for name, mutation in order:
-                left = self.records.left(name, mutation.line)
-                if name not in self.records.last and (mutation.kind in INVISIBLE or not left):
-                    why = INVISIBLE.get(mutation.kind, "")
-                    result = "invisible" if why else "not run"
-                    entry = {"name": name, "line": mutation.line, "result": result}
-                    self.add(entry | {"seed": None, "detail": why, "seconds": 0.0})
-                elif left:
-                    todo.append((name, left))
-            self.tries(pool, todo)
+        missing = [key for key in self.order if key not in self.records.clean]
+        self.tries([(None, [key]) for key in missing])
+        if not self.records.all_tried():
+            return
+        todo: list[tuple[str | None, list[Try]]] = []
+        for name, mutation in order:
+            left = self.records.left(name, mutation.line)
+            if name not in self.records.last and (mutation.kind in INVISIBLE or not left):
+                why = INVISIBLE.get(mutation.kind, "")
+                result = "invisible" if why else "not run"
+                entry = {"name": name, "line": mutation.line, "result": result}
+                self.add(entry | {"seed": None, "detail": why, "seconds": 0.0})
+            elif left:
+                todo.append((name, left))
+        self.tries(todo)
 
 
 def merged(files: Sequence[Path]) -> dict[str, Records]:
@@ -327,15 +358,19 @@ def table(files: Sequence[Path]) -> None:
         survived = [entry for entry in last if entry["result"] == "survived"]
         complete = records.all_tried()
         open_ = [e for e in survived if not complete or records.left(e["name"], e["line"])]
+        crashed = [entry for entry in last if entry["result"] == "crashed"]
         noticed = counts["reported"] + counts["wrong"]
-        visible = noticed + len(survived)
+        visible = noticed + len(survived) + len(crashed)
         print(f"{ptx}: {len(records.clean)} undamaged runs clean, {len(last)} mutations {counts}")
         print(f"  {noticed} of {visible} noticed ({noticed / max(visible, 1):.1%}),", end=" ")
-        print(f"{len(survived) - len(open_)} survived all tries, {len(open_)} still open")
+        print(f"{len(survived) - len(open_)} survived all tries, {len(open_)} still open", end="")
+        print(f", {len(crashed)} not known: their processes died" if crashed else "")
         for entry in sorted(survived, key=lambda e: e["line"]):
             at = f"case {entry.get('case', '?')}, seed {entry['seed']}"
             state = f"open after {at}" if entry in open_ else "survived"
             print(f"    {state}: line {entry['line']}, {entry['name']}")
+        for entry in crashed:
+            print(f"    crashed, {entry['detail']}: line {entry['line']}, {entry['name']}")
 
 
 def main() -> None:

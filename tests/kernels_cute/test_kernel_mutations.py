@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
 import pytest
+import torch
 
 pytest.importorskip("cutlass")
 pytest.importorskip("numba", reason="the emulator needs numba")
 
 from mok.tools.emulator.mutations import INVISIBLE
-from tests.kernel_mutations import Records, judge, named_mutations, packed, tries_of, undamaged
-from tests.mutation_builds import BUILDS
+from tests.kernel_mutations import (
+    Records,
+    Run,
+    judge,
+    named_mutations,
+    packed,
+    table,
+    tries_of,
+    undamaged,
+)
+from tests.mutation_builds import BUILDS, Build
 
 pytestmark = pytest.mark.emulator
 KINDS = [
@@ -90,3 +106,57 @@ def test_old_files_name_a_case_in_undamaged_tries_only():
     for old in runs + tried:
         del old["case"]
     assert Records(tried + runs).left("a", 7) == [(1, 1)]
+
+
+class Fragile(Build):
+    """Its process dies without the barrier, and nothing else is noticed."""
+
+    cases = (0, 1)
+
+    def ptx(self):
+        return "\nbar.sync 0;\nfence.acq_rel.gpu;\n"
+
+    def run(self, case, rewrite, seed):
+        if rewrite and "bar" not in rewrite(self.ptx()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [torch.zeros(2)], {2, 3}
+
+
+def test_a_run_survives_the_death_of_its_processes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(BUILDS, "fragile", Fragile())
+    file = tmp_path / "found.jsonl"
+    for _ in range(2):  # the second run tries again what the first does not know
+        Run("fragile", file, 2, 60, []).all(None)
+        found = Records(map(json.loads, file.read_text().splitlines())).last
+        results = {name.split(":")[0]: entry["result"] for name, entry in found.items()}
+        assert results.pop("delete barrier 0") == "crashed"
+        assert results == {"delete memory fence 0": "survived", "weaken scope 0": "survived"}
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    crashes = [e for e in lines if e["result"] == "crashed"]
+    assert [(e["line"], e["detail"]) for e in crashes] == [(2, "exit code -9")] * 2
+    table([file])
+    assert "0 of 3 noticed (0.0%), 2 survived all tries, 0 still open, 1 not known" in (
+        capsys.readouterr().out
+    )
+
+
+def test_damage_runs_for_a_while(tmp_path):
+    """What is run on machines with many cores, on two, with a few mutations of one build."""
+    done = subprocess.run(
+        ["bash", "tests/damage.sh", "2", "400", "direct"],
+        env={**os.environ, "OUT": str(tmp_path), "SAMPLE": "6"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    log = (tmp_path / "direct.log").read_text() if (tmp_path / "direct.log").exists() else ""
+    assert done.returncode == 0, done.stdout + done.stderr + log
+    assert done.stdout.startswith("clean\ndirect: rc 0, "), done.stdout
+    lines = [json.loads(t) for t in (tmp_path / "mutations-direct.jsonl").read_text().splitlines()]
+    clean = [e for e in lines if e["result"] == "clean"]
+    damaged = [e for e in lines if not e["name"].startswith("undamaged")]
+    assert len(clean) == len(tries_of(len(BUILDS["direct"].cases)))
+    assert len({e["name"] for e in damaged}) == 6
+    assert "reported" in {e["result"] for e in damaged}
+    assert "crashed" not in {e["result"] for e in damaged}
+    assert "26 undamaged runs clean, 6 mutations" in (tmp_path / "table.txt").read_text()

@@ -20,6 +20,7 @@ from mok.tools.emulator import (  # noqa: F401
     clc,
     encode_mem,
     encode_ops,
+    printf,
     registers,
     tcgen05,
     tensormaps,
@@ -413,5 +414,5 @@ class Emulator:
 def handlers() -> Iterator[tuple[str, Any]]:
     """Python handlers of all asynchronous instructions."""
     yield from tma.HANDLERS.items()
-    for module in (tensormaps, wgmma, tcgen05, clc, registers):
+    for module in (tensormaps, wgmma, tcgen05, clc, registers, printf):
         yield from module.HANDLERS.items()

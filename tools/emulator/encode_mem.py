@@ -56,10 +56,34 @@ def _vector(e: Encoder, op: Operand, size: int) -> tuple[list[int | None], int]:
     return rows, min(size, 8)
 
 
+def _call_param(e: Encoder, ins: Instruction, op: Operand) -> int | None:
+    """Row of a call's parameter that a load or store names."""
+    base = op[1][0] if op[0] == "m" else op
+    if ins.mods[1] != "param" or base[0] != "r" or base[1] not in e.kernel.call_params:
+        return None
+    return e.row(base)
+
+
+@handles("call")
+def _call(e: Encoder, ins: Instruction) -> None:
+    from mok.tools.emulator.encode import PyOp
+
+    name = next((o[1] for o in ins.operands if o[0] == "s"), "an address")
+    if name != "vprintf":
+        raise e.unsupported(f"a call of {name}")
+    *result, (form, arguments) = (o[1] for o in ins.operands if o[0] == "v")
+    row = e.row(result[0][0]) if result else e.dummy
+    e.pyops.append(PyOp(ins, [e.row(form), e.row(arguments), row]))
+    e.emit(L.OP_PY, x=len(e.pyops) - 1)
+
+
 @handles("ld", "ldu")
 def _ld(e: Encoder, ins: Instruction) -> None:
     kind = ins.mods[-1]
     dst, src = ins.operands[:2]
+    if (param := _call_param(e, ins, src)) is not None:
+        e.alu("mov", e.row(dst), param)
+        return
     rows, size = _vector(e, dst, type_size(kind))
     a, offset = e.address(src)
     item = dst[1][0] if dst[0] == "v" else dst
@@ -76,6 +100,9 @@ def _st(e: Encoder, ins: Instruction) -> None:
         python_op(e, ins)
         return
     dst, src = ins.operands[:2]
+    if (param := _call_param(e, ins, dst)) is not None:
+        e.alu("mov", param, e.row(src, type_size(ins.mods[-1])))
+        return
     rows, size = _vector(e, src, type_size(ins.mods[-1]))
     a, offset = e.address(dst)
     strong = bool((_ORDERED | {"release"}) & set(ins.mods))

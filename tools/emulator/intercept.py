@@ -68,7 +68,9 @@ class Interceptor:
     """Redirects the runtime library's entry points to ``on_launch``.
 
     ``on_launch(LaunchRequest)`` is called on the launching thread; an exception it raises is kept
-    and re-raised in Python once the native host function has returned.
+    and re-raised in Python once the native host function has returned, whose later launches are
+    left out.  The host function itself is told of no error: the DSL would describe it with what
+    the real driver knows of the GPU, and the driver must not be used in a forked process.
     """
 
     def __init__(self, on_launch: Callable[[LaunchRequest], None], arch: str, num_sms: int) -> None:
@@ -87,6 +89,8 @@ class Interceptor:
     # -- the ten entry points -----------------------------------------------------------------
 
     def _launch_ex(self, config: int, func: int, args: int) -> int:
+        if self.error is not None:
+            return 0
         try:
             raw = ctypes.string_at(config, 56)
             gx, gy, gz, bx, by, bz = struct.unpack_from("<6I", raw, 0)
@@ -110,10 +114,9 @@ class Interceptor:
                     found,
                 )
             )
-            return 0
         except BaseException as exc:
-            self.error = self.error or exc
-            return 999
+            self.error = exc
+        return 0
 
     def _get_kernel(self, out: int, library: int, name: int) -> int:
         text = ctypes.string_at(name).decode()
@@ -223,11 +226,10 @@ class Interceptor:
                     owner._touched.append(fn)
                 owner._stack.append(fn)
                 try:
-                    return original(fn, *args, **kwargs)
-                except BaseException as exc:
-                    if owner.error is None:
-                        raise
-                    raise owner.error from (None if owner.error is exc else exc)
+                    result = original(fn, *args, **kwargs)
+                    if owner.error is not None:
+                        raise owner.error
+                    return result
                 finally:
                     owner._stack.pop()
                     owner.error = None

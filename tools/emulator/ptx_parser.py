@@ -10,7 +10,7 @@ from mok.tools.emulator.errors import EmulatorError
 #   ("r", name)          register (block-local names are made unique)
 #   ("i", bits)          immediate as a Python int (floats as their bit pattern)
 #   ("s", symbol, off)   address of a variable or parameter
-#   ("v", [operands])    vector {a, b, ...}
+#   ("v", [operands])    vector {a, b, ...}, or a call's parameters (a, b, ...)
 #   ("m", [operands], off)   memory [a + off, ...]
 #   ("n", operand)       negated predicate
 #   ("p", a, b)          pair a|b
@@ -62,6 +62,9 @@ class Kernel:
     shared: list[Variable] = field(default_factory=list)
     local: list[Variable] = field(default_factory=list)
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    call_params: set[str] = field(
+        default_factory=set
+    )  # registers that stand for a call's parameters
 
 
 @dataclass
@@ -204,6 +207,9 @@ class _Body:
         elif text.startswith((".shared", ".local")):
             var = _variable(text, line)
             (self.kernel.shared if var.space == "shared" else self.kernel.local).append(var)
+        elif m := re.fullmatch(r"\.param\s+\.(\w+)\s+([\w$%]+)", text):
+            self._declare(m.group(2), m.group(1))
+            self.kernel.call_params.add(self._name(m.group(2)))
         elif not text.startswith((".loc", ".pragma", ".branchtargets")):
             raise EmulatorError("a declaration must be known", f"{text!r} (PTX line {line})")
 
@@ -223,7 +229,7 @@ class _Body:
         text = text.strip()
         if text == "_":
             return ("_",)
-        if text.startswith("{"):
+        if text.startswith(("{", "(")):
             return ("v", [self._operand(o) for o in _split(text[1:-1])])
         if text.startswith("["):
             parts = _split(text[1:-1])

@@ -33,6 +33,8 @@ TYPES = {
     9: np.float64,
     10: np.uint16,
 }
+# What a map with NaN fill puts outside the tensor, of the types of which an H200 has shown it.
+NANS = {9: 0x7FF77FF77FF77FF7}
 # Fields: byte of the 32-bit word, lowest bit, bits.  Sizes and element strides are kept minus one,
 # strides in units of 16 bytes: 32 bits each here, four more in the word at 0x1C.
 _RANK = (0x08, 4, 3)
@@ -78,6 +80,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzle: int  # 0 none, 1 32 B, 2 64 B, 3 128 B
     steps: tuple[int, ...] = ()  # element strides; that of dimension 0 has no effect
+    fill: int = 0  # the bits of an element outside the tensor
 
     @property
     def dtype(self) -> Any:
@@ -96,14 +99,14 @@ class TensorMap:
 def decode(raw: bytes) -> TensorMap:
     """Decodes a tensor map as the DSL's host code and cuTensorMapEncodeTiled lay it out."""
     rank, code = get(raw, _RANK) + 1, get(raw, _CODE)
-    unknown = (_INTERLEAVE, _FILL, _TF32, _ATOMICITY, _SWIZZLE_96, _NOT_TILED)
-    odd = [get(raw, f) for f in unknown]
-    if rank > 5 or code not in TYPES or any(odd):
+    unknown = (_INTERLEAVE, _TF32, _ATOMICITY, _SWIZZLE_96, _NOT_TILED)
+    odd, nan = [get(raw, f) for f in unknown], get(raw, _FILL)
+    if rank > 5 or code not in TYPES or any(odd) or (nan and code not in NANS):
         raise EmulatorError(
             "a tensor map must be tiled, with a plain element type",
             f"flags {struct.unpack_from('<I', raw, 8)[0]:#x}, {get(raw, _NOT_TILED):#x}",
-            "im2col, interleaved, NaN-filled, TF32, denormal-flushing and sub-byte maps, and swizzles of "
-            "96 bytes or of other atoms than 16 bytes are not implemented",
+            "im2col, interleaved, TF32, denormal-flushing and sub-byte maps, NaN fill of other types than "
+            "F64, and swizzles of 96 bytes or of other atoms than 16 bytes are not implemented",
         )
     strides = [
         (get(raw, low) | get(raw, high) << 32) * 16
@@ -117,6 +120,7 @@ def decode(raw: bytes) -> TensorMap:
         tuple(get(raw, f) + 1 for f in _BOX[:rank]),
         get(raw, _SWIZZLE),
         (1, *(get(raw, f) + 1 for f in _STEP[1:rank])),
+        NANS[code] if nan else 0,
     )
 
 

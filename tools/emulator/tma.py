@@ -43,6 +43,12 @@ class _Region:
                 "a copy has as many coordinates as its tensor map has dimensions",
                 f"{len(coords)} and {len(tm.dims)}",
             )
+        if coords[0] * tm.itemsize % 16:
+            raise EmulatorError(
+                "the first coordinate of a tensor copy is a multiple of 16 bytes",
+                f"{coords[0]} elements of {tm.itemsize}",
+                "hardware ends the kernel with an illegal instruction",
+            )
         lo = [-(min(0, c) // s) for c, s in zip(coords, tm.steps, strict=True)]
         hi = [
             min(n, -(-(d - c) // s))
@@ -86,9 +92,11 @@ def _smem_chunks(cta: Cta, offset: int, size: int) -> np.ndarray:
 
 
 def read_box(machine: Machine, tm: TensorMap, coords: list[int]) -> np.ndarray:
-    """The box at ``coords`` as bytes, with zeros outside the tensor."""
+    """The box at ``coords`` as bytes, with the map's fill outside the tensor."""
     region = _Region(tm, coords)
     tile = np.zeros(tm.count[::-1], dtype=tm.dtype)
+    if tm.fill:
+        tile.view(f"u{tm.itemsize}")[...] = tm.fill
     if not region.empty:
         region.track(machine, False)
         tile[region.slices] = region.view(machine)

@@ -1,12 +1,14 @@
 """Run hand-written PTX in the emulator."""
 
+from __future__ import annotations
+
 import ctypes
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mok.tools.emulator import Emulator
-from mok.tools.emulator.emulator import Report
-from mok.tools.emulator.intercept import LaunchRequest
+if TYPE_CHECKING:
+    from mok.tools.emulator.emulator import Report
 
 HEAD = ".version 9.0\n.target {arch}\n.address_size 64\n"
 
@@ -31,6 +33,9 @@ def run(
     **options: object,
 ) -> Report:
     """Launches ``k`` with the arrays' addresses as 64-bit parameters."""
+    from mok.tools.emulator import Emulator  # what only writes PTX needs no numba
+    from mok.tools.emulator.intercept import LaunchRequest
+
     emu = Emulator(arch, num_sms, **options)  # type: ignore[arg-type]
     emu.register(*arrays)
     values = [ctypes.c_uint64(a.ctypes.data) for a in arrays]

@@ -41,9 +41,16 @@ class Double:
         double(address, n).launch(grid=((n + 63) // 64, 1, 1), block=(64, 1, 1), stream=stream)
 
 
-def build(arch="sm_90a"):
+class Twice:
+    @cute.jit
+    def __call__(self, address: Int64, n: Int32, stream: cuda.CUstream):
+        for _ in cutlass.range_constexpr(2):
+            double(address, n).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
+
+
+def build(arch="sm_90a", host=Double):
     stream = cuda.CUstream(0)
-    return cute.compile[cute.GPUArch(arch)](Double(), Int64(0), Int32(1), stream)
+    return cute.compile[cute.GPUArch(arch)](host(), Int64(0), Int32(1), stream)
 
 
 if __name__ == "__main__":
@@ -94,6 +101,25 @@ def test_an_access_past_the_tensor_names_the_line(build):
         emulator.register(x)
         with pytest.raises(KernelFault, match=r"outside every registered(.|\n)*PTX line"):
             build()(x.data_ptr(), 128, 0)
+
+
+def test_a_fault_ends_the_host_function_and_asks_the_driver_nothing(build, script, monkeypatch):
+    """The DSL describes an error of a launch by asking the driver about the GPU, which a forked process must
+    not do."""
+    import double_script
+    from cutlass.base_dsl.runtime import cuda as runtime
+
+    asked, x = [], torch.ones(64)
+    monkeypatch.setattr(runtime, "get_device_info", lambda: asked.append(1))
+    with Emulator("sm_90a", num_sms=2) as emulator:
+        emulator.register(x)
+        function = build(host=double_script.Twice)
+        for _ in range(2):
+            with pytest.raises(KernelFault, match="outside every registered"):
+                function(x.data_ptr() + 4096, 64, 0)
+        function(x.data_ptr(), 64, 0)
+    assert torch.equal(x, torch.full((64,), 7.0)) and not asked
+    assert len(emulator.report.interleavings) == 4  # one of each faulty call, two of the last
 
 
 def test_the_runtime_library_is_restored(build):
