@@ -139,6 +139,7 @@ class ForwardRoles(MegaKernel):
             tile=self.tile,
             ops=DSL,
             recompute=self.recompute,
+            ahead=not self.direct,
         )
 
     @cute.jit

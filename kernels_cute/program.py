@@ -16,6 +16,10 @@ Total order of the forward pass (comm items exist only when rows pass the ring):
     dispatch of every minibatch whose slot is fresh,
     then for each minibatch s in processing order: up(s), down(s), combine(s), dispatch(next(s))
 
+With ``ahead``, and more than ``MIN_AHEAD`` slots, up(s) comes before the down of the minibatch before s. All
+column tiles of up(s) end at about the same time, and none of down(s) can begin before; so the last, partly
+filled wave of up(s) has something to run beside: down of the minibatch before, whose rows are long there.
+
 Processing goes round the slots: after the last macrobatch (the *head*, which may fill only some of them)
 come the slots that it left free, then its own again. Were every macrobatch to begin at slot 0, all fresh
 dispatches would come before the first refill, and compute would wait for them (docs/scaling.md).
@@ -29,6 +33,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .invariant import Invariant
+
+# Slots with which compute does not wait for the refill of one that it has just read, though it works on two.
+MIN_AHEAD = 3
 
 Int = Any  # a Python int, or the kernel language's Int32
 
@@ -113,6 +120,7 @@ class Forward(Invariant):
         minibatch, macrobatch: rows; ``tile.m`` divides minibatch, minibatch divides macrobatch.
         tile: task sizes.
         ops: ``PY`` or the kernel's equivalent.
+        ahead: up of a minibatch goes before down of the one before, where the ring has ``MIN_AHEAD`` slots.
         recompute: the program that rebuilds the saved context instead: dispatch and gate+up of
             macrobatch 0, gate+up of the shared expert, no down, no combine.
     """
@@ -129,6 +137,7 @@ class Forward(Invariant):
         tile: Tile,
         ops: Any = PY,
         recompute: bool = False,
+        ahead: bool = False,
     ):
         self.tile = tile
         self.ops = ops
@@ -139,6 +148,10 @@ class Forward(Invariant):
         self.mb_blocks = minibatch // tile.m
         self.ring_mbs = macrobatch // minibatch
         self.ring_blocks = self.mb_blocks * self.ring_mbs
+        self.ahead = 0
+        if ahead:
+            zero = 0 * macrobatch
+            self.ahead = ops.select(self.ring_mbs >= MIN_AHEAD, 1 + zero, zero)
         self.n_up = (intermediate + tile.up_n - 1) // tile.up_n
         self.n_down = (hidden + tile.down_n - 1) // tile.down_n
         self.shared_n_up = (shared_intermediate + tile.up_n - 1) // tile.up_n
@@ -179,17 +192,11 @@ class Forward(Invariant):
     def task(self, ticket: Int) -> Task:
         """The compute task with number ``ticket``; kind ``END`` from ``tasks`` on."""
         select = self.ops.select
-        up_and_down = self.n_up + self.n_down
-        routed = ticket - self.shared_tasks
-        in_head = routed < self.head_blocks * up_and_down
-        behind = select(in_head, routed, routed - self.head_blocks * up_and_down)
-        step = behind // (self.mb_blocks * up_and_down)
-        step = select(in_head, self.ops.minimum(step, self.head_mbs - 1), step)
-        offset = behind - step * (self.mb_blocks * up_and_down)
-        minibatch = self.minibatch_at(select(in_head, step, self.head_mbs + step))
+        position, is_up, offset = self._routed(
+            self.ops.maximum(ticket - self.shared_tasks, 0 * ticket)
+        )
+        minibatch = self.minibatch_at(position)
         blocks = self.blocks_in(minibatch)
-        is_up = offset < blocks * self.n_up
-        offset = select(is_up, offset, offset - blocks * self.n_up)
         first = minibatch * self.mb_blocks
         block, n = self._raster(offset, blocks, select(is_up, self.n_up, self.n_down))
         routed_kind = select(is_up, UP + 0 * ticket, DOWN + 0 * ticket)
@@ -210,6 +217,33 @@ class Forward(Invariant):
             n=select(is_shared, shared_n, n),
             minibatch=minibatch,
         )
+
+    def _routed(self, offset: Int) -> tuple[Int, Any, Int]:
+        """(position, whether up, offset in its up or down) of routed task ``offset``.
+
+        Units of equal size, up of one position and down of the same or, with ``ahead``, of the one before,
+        once each gap is counted: the first unit has no down then and an additional last one no up; the
+        head's last minibatch may lack blocks.
+        """
+        select, ahead = self.ops.select, self.ahead
+        zero = 0 * offset
+        up, down = self.mb_blocks * self.n_up, self.mb_blocks * self.n_down
+        unit = up + down
+        lacking = self.head_mbs * self.mb_blocks - self.head_blocks
+        last = self.head_mbs - 1
+        first_lacks = select(self.head_mbs > 1, zero, lacking * self.n_up)
+        gaps = (
+            (up - first_lacks, first_lacks + ahead * down),
+            (last * unit + up - lacking * self.n_up, lacking * self.n_up - first_lacks),
+            ((last + ahead + 1) * unit - lacking * self.n_down, lacking * self.n_down),
+            (self.minibatches * unit, ahead * up),
+        )
+        for begin, size in gaps:
+            offset = offset + select(offset >= begin, size, zero)
+        which = offset // unit
+        within = offset - which * unit
+        is_up = within < up
+        return select(is_up, which, which - ahead), is_up, select(is_up, within, within - up)
 
     def _raster(self, offset: Int, blocks: Int, n_tiles: Int) -> tuple[Int, Int]:
         """Groups of ``group_m`` row blocks; inside a group rows fastest, so a weight tile is reused."""

@@ -29,6 +29,7 @@ def programs(draw):
     )
     experts = draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 20]), max_size=6))
     minibatch = tile.m * draw(st.integers(1, 5))
+    ring_mbs = draw(st.integers(1, 5))
     return Forward(
         rows=tile.m * sum(experts),
         tokens=draw(st.integers(0, 700)),
@@ -36,8 +37,9 @@ def programs(draw):
         intermediate=64 * draw(st.integers(1, 12)),
         shared_intermediate=64 * draw(st.integers(0, 5)),
         minibatch=minibatch,
-        macrobatch=minibatch * draw(st.integers(1, 5)),
+        macrobatch=minibatch * ring_mbs,
         tile=tile,
+        ahead=draw(st.booleans()),
     )
 
 
@@ -61,12 +63,21 @@ def ordered(p: Forward):
     for s in processing:
         if p.previous(s) >= p.minibatches:
             seq += [("dispatch", b, 0) for b in blocks(s)]
+
+    def finish(s):
+        yield from (("down", b, n) for b in blocks(s) for n in range(p.n_down))
+        yield from (("combine", b, 0) for b in blocks(s))
+        if s - p.ring_mbs >= 0:
+            yield from (("dispatch", b, 0) for b in blocks(s - p.ring_mbs))
+
+    late = processing[:0]
     for s in processing:
         seq += [("up", b, n) for b in blocks(s) for n in range(p.n_up)]
-        seq += [("down", b, n) for b in blocks(s) for n in range(p.n_down)]
-        seq += [("combine", b, 0) for b in blocks(s)]
-        if s - p.ring_mbs >= 0:
-            seq += [("dispatch", b, 0) for b in blocks(s - p.ring_mbs)]
+        late.append(s)
+        if not (p.ahead and len(late) == 1):
+            seq += finish(late.pop(0))
+    for s in late:
+        seq += finish(s)
     return seq
 
 

@@ -55,6 +55,7 @@ class ForwardWork:
             tile=self.costs.tile,
             ops=ops,
             recompute=self.recompute,
+            ahead=self.ring,
         )
 
     def work(self) -> Work:
