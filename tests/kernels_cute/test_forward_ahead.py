@@ -1,5 +1,7 @@
 """Up ahead of the down before it: rings of three slots and more, filled again, on the adversarial machine."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -51,5 +53,5 @@ def test_only_rings_with_a_slot_to_spare(slots):
     order = [p.minibatch_at(i) for i in range(p.minibatches)]
     first = {pair: kinds.index(pair) for pair in kinds}
     up, down = sorted({kind for kind, _ in kinds})
-    ahead = [first[up, later] < first[down, s] for s, later in zip(order, order[1:], strict=False)]
+    ahead = [first[up, later] < first[down, s] for s, later in pairwise(order)]
     assert ahead == [slots >= MIN_AHEAD] * (len(order) - 1)

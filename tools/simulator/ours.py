@@ -55,7 +55,7 @@ class ForwardWork:
             tile=self.costs.tile,
             ops=ops,
             recompute=self.recompute,
-            ahead=self.ring,
+            ahead=self.ring and self.costs.table["ahead"] > 0,
         )
 
     def work(self) -> Work:
