@@ -50,6 +50,7 @@ class ForwardKernel(ForwardRoles):
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
         carry: comm workers use bulk copies. Changes no bit.
+        comm_m: rows of a comm item, 64, or 128 where they are carried in BF16. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -72,6 +73,7 @@ class ForwardKernel(ForwardRoles):
         pair: bool = False,
         limited: bool = True,
         carry: bool | None = None,
+        comm_m: int = 64,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
@@ -89,6 +91,7 @@ class ForwardKernel(ForwardRoles):
             up_n=tile_n // 2,
             down_n=tile_n,
             group_m=self.machine.group_m if group_m is None else group_m,
+            comm_m=self.check_comm_rows(comm_m),
             signals=self.machine.ctas,
         )
 
