@@ -16,9 +16,10 @@ Total order of the forward pass (comm items exist only when rows pass the ring):
     dispatch of every minibatch whose slot is fresh,
     then for each minibatch s in processing order: up(s), down(s), combine(s), dispatch(next(s))
 
-With ``ahead``, and more than ``MIN_AHEAD`` slots, up(s) comes before the down of the minibatch before s. All
-column tiles of up(s) end at about the same time, and none of down(s) can begin before; so the last, partly
-filled wave of up(s) has something to run beside: down of the minibatch before, whose rows are long there.
+With ``ahead``, and ``MIN_AHEAD`` slots or more, the first ``ahead`` tasks of the next up come before down(s). All
+column tiles of up(s) end at about the same time, and none of down(s) can begin before; so its last, partly
+filled wave needs something beside it, or the GPU waits a wave per minibatch. One wave of tasks is enough, and
+more would only delay the combines.
 
 Processing goes round the slots: after the last macrobatch (the *head*, which may fill only some of them)
 come the slots that it left free, then its own again. Were every macrobatch to begin at slot 0, all fresh
@@ -34,8 +35,8 @@ from typing import Any, NamedTuple
 
 from .invariant import Invariant
 
-# Slots with which compute does not wait for the refill of one that it has just read, though it works on two.
-MIN_AHEAD = 3
+AHEAD = 132  # tasks: a wave of a whole GPU
+MIN_AHEAD = 3  # slots: with fewer, the next up would wait for the refill of the slot that was read just before
 
 Int = Any  # a Python int, or the kernel language's Int32
 
@@ -120,7 +121,7 @@ class Forward(Invariant):
         minibatch, macrobatch: rows; ``tile.m`` divides minibatch, minibatch divides macrobatch.
         tile: task sizes.
         ops: ``PY`` or the kernel's equivalent.
-        ahead: up of a minibatch goes before down of the one before, where the ring has ``MIN_AHEAD`` slots.
+        ahead: tasks of the next up that go before a minibatch's down, where the ring has ``MIN_AHEAD`` slots.
         recompute: the program that rebuilds the saved context instead: dispatch and gate+up of
             macrobatch 0, gate+up of the shared expert, no down, no combine.
     """
@@ -137,7 +138,7 @@ class Forward(Invariant):
         tile: Tile,
         ops: Any = PY,
         recompute: bool = False,
-        ahead: bool = False,
+        ahead: int = 0,
     ):
         self.tile = tile
         self.ops = ops
@@ -148,13 +149,12 @@ class Forward(Invariant):
         self.mb_blocks = minibatch // tile.m
         self.ring_mbs = macrobatch // minibatch
         self.ring_blocks = self.mb_blocks * self.ring_mbs
-        self.ahead = 0
-        if ahead:
-            zero = 0 * macrobatch
-            self.ahead = ops.select(self.ring_mbs >= MIN_AHEAD, 1 + zero, zero)
         self.n_up = (intermediate + tile.up_n - 1) // tile.up_n
         self.n_down = (hidden + tile.down_n - 1) // tile.down_n
         self.shared_n_up = (shared_intermediate + tile.up_n - 1) // tile.up_n
+        zero = 0 * macrobatch
+        tasks = ops.minimum(ahead + zero, self.mb_blocks * self.n_up)
+        self.ahead = ops.select(self.ring_mbs >= MIN_AHEAD, tasks, zero)
         # No shared expert has no shared down tasks either.
         self.shared_blocks = ops.select(
             shared_intermediate > 0, (tokens + tile.m - 1) // tile.m, 0 * tokens
@@ -221,29 +221,34 @@ class Forward(Invariant):
     def _routed(self, offset: Int) -> tuple[Int, Any, Int]:
         """(position, whether up, offset in its up or down) of routed task ``offset``.
 
-        Units of equal size, up of one position and down of the same or, with ``ahead``, of the one before,
-        once each gap is counted: the first unit has no down then and an additional last one no up; the
-        head's last minibatch may lack blocks.
+        Units of equal size, once each gap is counted: what is left of up, the first ``ahead`` tasks of the next
+        up, down. A unit before the first has only its middle, the last one none; the head's last
+        minibatch may lack blocks.
         """
         select, ahead = self.ops.select, self.ahead
         zero = 0 * offset
         up, down = self.mb_blocks * self.n_up, self.mb_blocks * self.n_down
-        unit = up + down
+        unit, rest = up + down, up - ahead
         lacking = self.head_mbs * self.mb_blocks - self.head_blocks
-        last = self.head_mbs - 1
-        first_lacks = select(self.head_mbs > 1, zero, lacking * self.n_up)
+        last = up - lacking * self.n_up  # tasks of the up that lacks blocks
+        begun = self.ops.minimum(last, ahead + zero)
+        first_lacks = select(self.head_mbs > 1, zero, ahead - begun)
         gaps = (
-            (up - first_lacks, first_lacks + ahead * down),
-            (last * unit + up - lacking * self.n_up, lacking * self.n_up - first_lacks),
-            ((last + ahead + 1) * unit - lacking * self.n_down, lacking * self.n_down),
-            (self.minibatches * unit, ahead * up),
+            (up - first_lacks, first_lacks + down),
+            ((self.head_mbs - 1) * unit + rest + begun, ahead - begun - first_lacks),
+            (self.head_mbs * unit + last - begun, rest - (last - begun)),
+            ((self.head_mbs + 1) * unit - lacking * self.n_down, lacking * self.n_down),
+            (self.minibatches * unit + rest, ahead + zero),
         )
+        offset = offset + rest
         for begin, size in gaps:
             offset = offset + select(offset >= begin, size, zero)
         which = offset // unit
         within = offset - which * unit
-        is_up = within < up
-        return select(is_up, which, which - ahead), is_up, select(is_up, within, within - up)
+        is_rest, is_up = within < rest, within < up
+        position = which - select(is_up & (within >= rest), zero, 1 + zero)
+        at = select(is_rest, within + ahead, select(is_up, within - rest, within - up))
+        return position, is_up, at
 
     def _raster(self, offset: Int, blocks: Int, n_tiles: Int) -> tuple[Int, Int]:
         """Groups of ``group_m`` row blocks; inside a group rows fastest, so a weight tile is reused."""

@@ -58,13 +58,14 @@ class Item(NamedTuple):
     minibatch: Int
 
 
-def backward_tile(machine: Machine, group_m: int | None = None) -> Tile:
+def backward_tile(machine: Machine, group_m: int | None = None, comm_m: int = 64) -> Tile:
     """Task sizes of the backward kernel; ``group_m`` None for the machine's default."""
     return Tile(
         m=machine.tile_m,
         up_n=128,
         down_n=256,
         group_m=machine.group_m if group_m is None else group_m,
+        comm_m=comm_m,
         signals=machine.ctas,
     )
 

@@ -1,4 +1,4 @@
-"""Up ahead of the down before it: rings of three slots and more, filled again, on the adversarial machine."""
+"""Some or all of up ahead of the down before it: small rings, filled again, on the adversarial machine."""
 
 from itertools import pairwise
 
@@ -20,9 +20,9 @@ SMS = 6
 @pytest.mark.parametrize(
     ("arch", "slots", "options"),
     [
-        ("sm_90a", 3, {"grid": 6, "num_comm_ctas": 2}),
+        ("sm_90a", 3, {"grid": 6, "num_comm_ctas": 2, "ahead": 3}),
         ("sm_90a", 4, {"grid": 2, "num_comm_ctas": 1}),  # a single compute CTA
-        ("sm_90a", 3, {"grid": 4, "num_comm_ctas": 2, "pair": True}),
+        ("sm_90a", 3, {"grid": 4, "num_comm_ctas": 2, "pair": True, "ahead": 3}),
         ("sm_100a", 3, {"grid": 12, "num_comm_ctas": 2}),
     ],
     ids=["hopper", "hopper-least", "hopper-pairs", "blackwell"],
@@ -48,7 +48,7 @@ def test_forward(arch, slots, options, seed):
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 def test_only_rings_with_a_slot_to_spare(slots):
     """With two, up would wait for the refill of the slot that the down before it has yet to read."""
-    p = Forward(128 * 9, 0, 64, 64, 0, 128, 128 * slots, Tile(), ahead=True)
+    p = Forward(128 * 9, 0, 64, 64, 0, 128, 128 * slots, Tile(), ahead=1)
     kinds = [(task.kind, task.minibatch) for task in map(p.task, range(p.tasks))]
     order = [p.minibatch_at(i) for i in range(p.minibatches)]
     first = {pair: kinds.index(pair) for pair in kinds}

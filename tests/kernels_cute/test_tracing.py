@@ -107,6 +107,7 @@ def check_trace(found, layer, rank, recompute=False):
         shared_intermediate=shape.shared_intermediate_size or 0,
         minibatch=config.minibatch_size, macrobatch=w.sizes.ring,
         tile=program.Tile(m=tile, group_m=machine_of(w.arch).group_m), recompute=recompute,
+        ahead=0 if w.sizes.direct else program.AHEAD,
     )  # fmt: skip
     assert found.lost == 0
     compute = {e.ticket: e for e in found.events if e.role == "compute"}

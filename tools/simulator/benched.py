@@ -21,6 +21,7 @@ from typing import Any
 
 from mok.config import Config, Shape
 from mok.errors import MokError
+from mok.kernels_cute.program import AHEAD
 from mok.tools.simulator.compare import records
 from mok.tools.simulator.load import loads
 from mok.tools.simulator.machine import Machine, known_machines, load_machine
@@ -145,7 +146,7 @@ def _config(note: str) -> tuple[int, Config, bool, dict[str, float]]:
         raise MokError("a row's note must tell EP and tunables", repr(note))
     *sizes, pairs, carried, ahead = found.groups()
     ep, minibatch, macrobatch, forward, backward = (int(g) if g else 8 for g in sizes)
-    kernels = {"comm_carried": float(carried is not None), "ahead": float(ahead is not None)}
+    kernels = {"comm_carried": float(carried is not None), "ahead": AHEAD if ahead else 0}
     return ep, Config(forward, backward, minibatch, macrobatch), pairs is not None, kernels
 
 

@@ -144,12 +144,15 @@ def test_rounds_of_a_comm_item(dealt, rounds):
 
 def test_the_calibration_is_of_todays_comm_worker():
     pytest.importorskip("cutlass")
-    from mok.kernels_cute import comm
+    from mok.kernels_cute import comm, program
+    from mok.kernels_cute.machine import BLACKWELL, HOPPER
     from mok.kernels_cute.megakernel import WARPS
 
     for name in ("ours_sm90", "ours_sm100"):
         table = calibration(name)
         assert table["comm_piece_bytes"] == comm.PIECE and table["comm_warps"] == WARPS
+        assert table["comm_carried"] == (HOPPER if name == "ours_sm90" else BLACKWELL).carry
+        assert table["ahead"] == program.AHEAD
 
 
 def edit(tmp_path, old, new):
