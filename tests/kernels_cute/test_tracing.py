@@ -218,6 +218,7 @@ def check_backward(found, layer, rank):
         shared_intermediate=shape.shared_intermediate_size or 0,
         experts=len(shape.experts_on(rank)), minibatch=config.minibatch_size,
         macrobatch=w.sizes.ring, tile=bw.backward_tile(machine_of(w.arch)),
+        ahead=0 if w.sizes.direct else program.AHEAD,
     )  # fmt: skip
     p = bw.Backward(**arguments)
     offsets = schedule.expert_offset[: len(shape.experts_on(rank)) + 1]
