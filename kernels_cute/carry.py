@@ -81,14 +81,13 @@ class Carrier(Invariant):
     """The rows of a comm item, dealt out to the slots of all warps in turn."""
 
     def __init__(self, hold: Hold, rows: Rows, first: Int32, count: int, warp: Int32):
-        if count > 64:
-            raise ValueError(f"a comm item has at most 64 rows, two for each lane: {count}")
         self.hold, self.rows, self.warp = hold, rows, warp
         self.lane = cute.arch.lane_idx()
-        # Lane l knows rows 2l and 2l+1, so that no piece waits for that; lanes beyond the item repeat its last.
-        mine = first + cutlass.min(2 * self.lane, Int32(count - 2))
-        self.peers = [cute.arch.load(rows.peer_rank + mine + i, Int32) for i in range(2)]
-        self.routes = [cute.arch.load(rows.peer_token_idx + mine + i, Int32) for i in range(2)]
+        # Each lane knows a few rows, so that no piece waits for that; lanes beyond the item repeat its last.
+        self.each = each = max(2, count // 32)
+        mine = first + cutlass.min(each * self.lane, Int32(count - each))
+        self.peers = [cute.arch.load(rows.peer_rank + mine + i, Int32) for i in range(each)]
+        self.routes = [cute.arch.load(rows.peer_token_idx + mine + i, Int32) for i in range(each)]
         self.units = hold.pieces * count
         self.step = hold.lanes * hold.warps
         self.trips = (self.units + self.step - 1) // self.step
@@ -101,13 +100,18 @@ class Carrier(Invariant):
         number = select(inside, number, Int32(0))
         row = number // hold.pieces
         begin = (number - row * hold.pieces) * hold.piece
-        odd = (row & 1) != 0
-        peer, route = [
-            select(odd, *[cute.arch.shuffle_sync(two[i], row // 2) for i in (1, 0)])
-            for two in (self.peers, self.routes)
-        ]
+        peer, route = self.known(self.peers, row), self.known(self.routes, row)
         size = cutlass.min(hold.row_bytes - begin, Int32(hold.piece))
         return row, begin, size, peer, route, inside
+
+    def known(self, values: list[Int32], row: Int32) -> Int32:
+        """What the lane that knows a row has of it (all lanes of the warp, each with a row of its own)."""
+        lane, which = row // self.each, row % self.each
+        found = [cute.arch.shuffle_sync(value, lane) for value in values]
+        chosen = found[0]
+        for i in range(1, self.each):
+            chosen = select(which == i, found[i], chosen)
+        return chosen
 
     @cute.jit
     def move(self, place: Place, phase: Int32) -> Int32:

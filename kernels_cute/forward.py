@@ -27,7 +27,7 @@ from .forward_roles import (
     Targets,
 )
 from .matrix import matrix
-from .program import Tile
+from .program import AHEAD, Tile
 from .sync import int_ptr
 
 
@@ -50,6 +50,8 @@ class ForwardKernel(ForwardRoles):
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
         carry: comm workers use bulk copies. Changes no bit.
+        ahead: tasks of the next minibatch's up before a minibatch's down, in ring builds. Changes no bit.
+        comm_m: rows of a comm item, 64, or 128 where they are carried in BF16. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -72,6 +74,8 @@ class ForwardKernel(ForwardRoles):
         pair: bool = False,
         limited: bool = True,
         carry: bool | None = None,
+        ahead: int = AHEAD,
+        comm_m: int = 64,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
@@ -83,12 +87,14 @@ class ForwardKernel(ForwardRoles):
         self.recompute = recompute
         self.trace = trace
         self.limited = limited
+        self.ahead = ahead
         self.name = name
         self.tile = Tile(
             m=self.machine.tile_m,
             up_n=tile_n // 2,
             down_n=tile_n,
             group_m=self.machine.group_m if group_m is None else group_m,
+            comm_m=self.check_comm_rows(comm_m),
             signals=self.machine.ctas,
         )
 

@@ -63,7 +63,7 @@ class Machine:
         return 2 if pair else self.ctas
 
 
-HOPPER = Machine("Hopper", 1, True, False, 128, 0, 0, 4, 3, 0, 16, ("tickets",))
+HOPPER = Machine("Hopper", 1, True, True, 128, 0, 0, 4, 3, 0, 16, ("tickets",))
 BLACKWELL = Machine("Blackwell", 2, False, False, 256, 512, 2, 6, 2, 5, 8, ("clc", "tickets"))
 MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 

@@ -174,6 +174,16 @@ class MegaKernel(PairTurns):
 
     # ---------------------------------------------------------------- host
 
+    def check_comm_rows(self, count: int) -> int:
+        """``count``, the rows of a comm item.
+
+        Raises:
+            mok.errors.ResourceError: the comm workers of this build do not take so many.
+        """
+        if count not in (64, 128) or (count == 128 and (not self.carry or self.mxfp8)):
+            raise ResourceError("comm_m must be 64, or 128 where rows are carried in BF16", count)
+        return count
+
     def setup(self) -> None:
         """Build layouts; host and device code each need their own."""
         self.mainloop.setup()

@@ -16,6 +16,11 @@ Total order of the forward pass (comm items exist only when rows pass the ring):
     dispatch of every minibatch whose slot is fresh,
     then for each minibatch s in processing order: up(s), down(s), combine(s), dispatch(next(s))
 
+With ``ahead``, and ``MIN_AHEAD`` slots or more, the first ``ahead`` tasks of the next up come before down(s). All
+column tiles of up(s) end at about the same time, and none of down(s) can begin before; so its last, partly
+filled wave needs something beside it, or the GPU waits a wave per minibatch. One wave of tasks is enough, and
+more would only delay the combines.
+
 Processing goes round the slots: after the last macrobatch (the *head*, which may fill only some of them)
 come the slots that it left free, then its own again. Were every macrobatch to begin at slot 0, all fresh
 dispatches would come before the first refill, and compute would wait for them (docs/scaling.md).
@@ -29,6 +34,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .invariant import Invariant
+
+AHEAD = 132  # tasks: a wave of a whole GPU
+MIN_AHEAD = 3  # slots: with fewer, the next up would wait for the refill of the slot that was read just before
 
 Int = Any  # a Python int, or the kernel language's Int32
 
@@ -113,6 +121,7 @@ class Forward(Invariant):
         minibatch, macrobatch: rows; ``tile.m`` divides minibatch, minibatch divides macrobatch.
         tile: task sizes.
         ops: ``PY`` or the kernel's equivalent.
+        ahead: tasks of the next up that go before a minibatch's down, where the ring has ``MIN_AHEAD`` slots.
         recompute: the program that rebuilds the saved context instead: dispatch and gate+up of
             macrobatch 0, gate+up of the shared expert, no down, no combine.
     """
@@ -129,6 +138,7 @@ class Forward(Invariant):
         tile: Tile,
         ops: Any = PY,
         recompute: bool = False,
+        ahead: int = 0,
     ):
         self.tile = tile
         self.ops = ops
@@ -142,6 +152,9 @@ class Forward(Invariant):
         self.n_up = (intermediate + tile.up_n - 1) // tile.up_n
         self.n_down = (hidden + tile.down_n - 1) // tile.down_n
         self.shared_n_up = (shared_intermediate + tile.up_n - 1) // tile.up_n
+        zero = 0 * macrobatch
+        tasks = ops.minimum(ahead + zero, self.mb_blocks * self.n_up)
+        self.ahead = ops.select(self.ring_mbs >= MIN_AHEAD, tasks, zero)
         # No shared expert has no shared down tasks either.
         self.shared_blocks = ops.select(
             shared_intermediate > 0, (tokens + tile.m - 1) // tile.m, 0 * tokens
@@ -179,17 +192,11 @@ class Forward(Invariant):
     def task(self, ticket: Int) -> Task:
         """The compute task with number ``ticket``; kind ``END`` from ``tasks`` on."""
         select = self.ops.select
-        up_and_down = self.n_up + self.n_down
-        routed = ticket - self.shared_tasks
-        in_head = routed < self.head_blocks * up_and_down
-        behind = select(in_head, routed, routed - self.head_blocks * up_and_down)
-        step = behind // (self.mb_blocks * up_and_down)
-        step = select(in_head, self.ops.minimum(step, self.head_mbs - 1), step)
-        offset = behind - step * (self.mb_blocks * up_and_down)
-        minibatch = self.minibatch_at(select(in_head, step, self.head_mbs + step))
+        position, is_up, offset = self._routed(
+            self.ops.maximum(ticket - self.shared_tasks, 0 * ticket)
+        )
+        minibatch = self.minibatch_at(position)
         blocks = self.blocks_in(minibatch)
-        is_up = offset < blocks * self.n_up
-        offset = select(is_up, offset, offset - blocks * self.n_up)
         first = minibatch * self.mb_blocks
         block, n = self._raster(offset, blocks, select(is_up, self.n_up, self.n_down))
         routed_kind = select(is_up, UP + 0 * ticket, DOWN + 0 * ticket)
@@ -210,6 +217,38 @@ class Forward(Invariant):
             n=select(is_shared, shared_n, n),
             minibatch=minibatch,
         )
+
+    def _routed(self, offset: Int) -> tuple[Int, Any, Int]:
+        """(position, whether up, offset in its up or down) of routed task ``offset``.
+
+        Units of equal size, once each gap is counted: what is left of up, the first ``ahead`` tasks of the next
+        up, down. A unit before the first has only its middle, the last one none; the head's last
+        minibatch may lack blocks.
+        """
+        select, ahead = self.ops.select, self.ahead
+        zero = 0 * offset
+        up, down = self.mb_blocks * self.n_up, self.mb_blocks * self.n_down
+        unit, rest = up + down, up - ahead
+        lacking = self.head_mbs * self.mb_blocks - self.head_blocks
+        last = up - lacking * self.n_up  # tasks of the up that lacks blocks
+        begun = self.ops.minimum(last, ahead + zero)
+        first_lacks = select(self.head_mbs > 1, zero, ahead - begun)
+        gaps = (
+            (up - first_lacks, first_lacks + down),
+            ((self.head_mbs - 1) * unit + rest + begun, ahead - begun - first_lacks),
+            (self.head_mbs * unit + last - begun, rest - (last - begun)),
+            ((self.head_mbs + 1) * unit - lacking * self.n_down, lacking * self.n_down),
+            (self.minibatches * unit + rest, ahead + zero),
+        )
+        offset = offset + rest
+        for begin, size in gaps:
+            offset = offset + select(offset >= begin, size, zero)
+        which = offset // unit
+        within = offset - which * unit
+        is_rest, is_up = within < rest, within < up
+        position = which - select(is_up & (within >= rest), zero, 1 + zero)
+        at = select(is_rest, within + ahead, select(is_up, within - rest, within - up))
+        return position, is_up, at
 
     def _raster(self, offset: Int, blocks: Int, n_tiles: Int) -> tuple[Int, Int]:
         """Groups of ``group_m`` row blocks; inside a group rows fastest, so a weight tile is reused."""

@@ -59,7 +59,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         trace: record begin and end of every task (``tracing``).
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
-        carry: as ``ForwardKernel``'s. Changes no bit.
+        carry, comm_m: as ``ForwardKernel``'s. Change no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -81,6 +81,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         pair: bool = False,
         limited: bool = True,
         carry: bool | None = None,
+        comm_m: int = 64,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
@@ -105,7 +106,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         self.limited = limited
         self.grad_mode = grad_mode
         self.grad_bytes = 4 if grad_mode.startswith("fp32") else 2
-        self.tile = backward_tile(self.machine, group_m)
+        self.tile = backward_tile(self.machine, group_m, self.check_comm_rows(comm_m))
         self.chunks = self.tile.down_n // CHUNK_N
         # Hopper: stages behind a dgrad down's operands, in which gate and up arrive and results leave.
         self.chunk_steps = self.chunks if hopper else 0

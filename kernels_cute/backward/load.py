@@ -13,6 +13,7 @@ from ..queue import next_slot
 from ..sync import divider, select
 from .operands import COUNTERS, Entry
 from .program import (
+    AHEAD_OF,
     DDOWN,
     DX,
     END,
@@ -71,11 +72,12 @@ class LoadRoles(MegaKernel):
         elif ticket < tasks_end:
             while ticket >= cute.arch.load(task_base + minibatch + 1, Int32):
                 minibatch += 1
-            task = prog.routed_task(
-                minibatch,
-                ticket - cute.arch.load(task_base + minibatch, Int32),
-                cute.arch.load(tables + GROUP_BASE * stride + minibatch, Int32),
-            )
+            ahead = tables + AHEAD_OF * stride + minibatch
+            gone, following = cute.arch.load(ahead, Int32), cute.arch.load(ahead + 1, Int32)
+            offset = ticket - cute.arch.load(task_base + minibatch, Int32)
+            own, offset = prog.place(minibatch, offset, gone, following)
+            groups = cute.arch.load(tables + GROUP_BASE * stride + minibatch, Int32)
+            task = prog.routed_task(own, offset, groups)
             kind, block, m, n, group = task.kind, task.block, task.m, task.n, task.group
         elif ticket < total:
             kind, m, n, group = prog.weight_task(ticket - tasks_end)

@@ -17,6 +17,7 @@ from ..queue import DSL
 from ..schedule.common import find_segment, warp_inclusive_sum
 from ..sync import int_ptr, select
 from .program import (
+    AHEAD_OF,
     FREE_BASE,
     GROUP_BASE,
     GROUP_WORDS,
@@ -58,6 +59,7 @@ class PlanKernel:
         minibatch: Int32,
         macrobatch: Int32,
         table_stride: Int32,
+        ahead: Int32,
         stream: cuda.CUstream,
     ):
         """The first three are ``ScheduleKernel``'s; room for the others: ``program.plan_room``.
@@ -67,7 +69,7 @@ class PlanKernel:
         smem_bytes = (3 * experts + 2 + WARPS) * 4
         self.kernel(
             num_rows, expert_offset, block_expert, tables, groups, counts, tokens, hidden,
-            intermediate, shared_intermediate, experts, minibatch, macrobatch, table_stride,
+            intermediate, shared_intermediate, experts, minibatch, macrobatch, table_stride, ahead,
         ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), smem=smem_bytes, stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -87,6 +89,7 @@ class PlanKernel:
         minibatch: Int32,
         macrobatch: Int32,
         table_stride: Int32,
+        ahead: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         first_block = cute.arch.get_dyn_smem(Int32, alignment=16)  # [El + 1]
@@ -104,6 +107,7 @@ class PlanKernel:
             macrobatch=macrobatch,
             tile=self.tile,
             ops=DSL,
+            ahead=ahead,
         )
         placed = self.number_groups(
             prog, expert_offset, first_block, group_start, empty_start, sums, counts, tid
@@ -172,11 +176,13 @@ class PlanKernel:
             s = base + tid
             # What the entry behind the last minibatch holds.
             group, free, overlaps, tasks = placed, prog.minibatches, Int32(0), Int32(0)
-            blocks_before = prog.blocks
+            gone, blocks_before = Int32(0), prog.blocks
             if s < prog.minibatches:
                 first = s * prog.mb_blocks
                 last = first + prog.blocks_in(s) - 1
                 expert = cute.arch.load(block_expert + first, Int32)
+                before = cutlass.max(s - 1, Int32(0)) * prog.mb_blocks
+                expert_before = cute.arch.load(block_expert + before, Int32)
                 last_expert = cute.arch.load(block_expert + last, Int32)
                 ring = first // prog.ring_blocks
                 group = group_start[expert] + ring - first_block[expert] // prog.ring_blocks
@@ -188,8 +194,11 @@ class PlanKernel:
                 last_end = cutlass.min(first_block[last_expert + 1], (ring + 1) * prog.ring_blocks)
                 overlaps = last_group - group + 1
                 follow = overlaps - select(last_end > last + 1, Int32(1), Int32(0))
-                tasks = prog.tasks_of(s, follow)
                 free = group_first // prog.mb_blocks
+                ring = before // prog.ring_blocks
+                first_before = cutlass.max(first_block[expert_before], ring * prog.ring_blocks)
+                gone = prog.ahead_of(s, first_before // prog.mb_blocks)
+                tasks = prog.tasks_of(s, follow, gone, prog.ahead_of(s + 1, free))
                 blocks_before = first
             before, total = block_scan(tasks, sums, tid)
             if s <= prog.minibatches:
@@ -201,6 +210,7 @@ class PlanKernel:
                 cute.arch.store(at + ITEM_BASE * stride, blocks_before + dispatched)
                 cute.arch.store(at + FREE_BASE * stride, free)
                 cute.arch.store(at + OVERLAPS * stride, overlaps)
+                cute.arch.store(at + AHEAD_OF * stride, gone)
             task_base += total
 
 

@@ -13,6 +13,9 @@ Backward ascends: macrobatch 0 uses what forward saved, each later one is replay
         dispatch(next slots)    ring only: into each slot that has become free with these groups
     weight gradients of experts without rows (zeros).
 
+With ``ahead``, that many of the tasks in front of dgrad gate+up(s + 1) come before dgrad gate+up(s), as in forward,
+where the slot of s + 1 is free before s: an expert as large as the ring frees all its slots at once, behind it.
+
 A *group* is one expert's rows in one macrobatch: an expert that crosses macrobatch boundaries has several
 groups, whose accumulator travels in FP32. A slot is free again when every group that overlaps its minibatch
 is done. Which groups follow which minibatch depends on the routing, so a small kernel
@@ -33,8 +36,11 @@ SHARED = 8  # added to a kind: the same task of the shared expert
 DISPATCH, PUSH = 1, 2
 
 # Tables per minibatch s, each with one entry more than there are minibatches.
-TASK_BASE, GROUP_BASE, ITEM_BASE, FREE_BASE, OVERLAPS = range(5)
-TABLES = 5
+TASK_BASE, GROUP_BASE, ITEM_BASE, FREE_BASE, OVERLAPS, AHEAD_OF = range(6)
+TABLES = 6
+MIN_AHEAD = (
+    4  # slots: with fewer, compute would wait for the refill of the one that it has just left
+)
 # Words per group: expert, first block, end block, has an earlier group, has a later group.
 GROUP_WORDS = 5
 
@@ -58,13 +64,14 @@ class Item(NamedTuple):
     minibatch: Int
 
 
-def backward_tile(machine: Machine, group_m: int | None = None) -> Tile:
+def backward_tile(machine: Machine, group_m: int | None = None, comm_m: int = 64) -> Tile:
     """Task sizes of the backward kernel; ``group_m`` None for the machine's default."""
     return Tile(
         m=machine.tile_m,
         up_n=128,
         down_n=256,
         group_m=machine.group_m if group_m is None else group_m,
+        comm_m=comm_m,
         signals=machine.ctas,
     )
 
@@ -74,6 +81,7 @@ class Backward(Invariant):
 
     Args:
         experts: El, this rank's experts.
+        ahead: tasks of the next minibatch that go before a minibatch's dgrad gate+up.
     """
 
     def __init__(
@@ -88,9 +96,11 @@ class Backward(Invariant):
         macrobatch: Int,
         tile: Tile,
         ops: Any = PY,
+        ahead: Int = 0,
     ):
         self.tile = tile
         self.ops = ops
+        self.ahead = ahead
         self.experts = experts
         self.blocks = rows // tile.m
         self.mb_blocks = minibatch // tile.m
@@ -129,13 +139,37 @@ class Backward(Invariant):
         """Whether the minibatch lies beyond the saved macrobatch."""
         return minibatch >= self.ring_mbs
 
-    def tasks_of(self, minibatch: Int, groups: Int) -> Int:
-        """Compute tasks of a minibatch that ``groups`` groups follow."""
-        per_block = self.n_ddown + self.n_dx
-        per_block = per_block + self.ops.select(
-            self.is_replayed(minibatch), self.n_up, 0 * self.n_up
-        )
-        return self.blocks_in(minibatch) * per_block + groups * self.group_tasks
+    def leading(self, minibatch: Int) -> Int:
+        """Tasks of a minibatch in front of its dgrad gate+up: replay and dgrad down."""
+        replayed = self.ops.select(self.is_replayed(minibatch), self.n_up, 0 * self.n_up)
+        return self.blocks_in(minibatch) * (self.n_ddown + replayed)
+
+    def ahead_of(self, minibatch: Int, free: Int) -> Int:
+        """How many of them go before dgrad gate+up of the minibatch before.
+
+        ``free``: minibatches whose slot is free before that one.
+        """
+        zero = 0 * minibatch
+        goes = (minibatch > 0) & (minibatch < self.minibatches)
+        goes = goes & (free + self.ring_mbs > minibatch) & (zero + self.ring_mbs >= MIN_AHEAD)
+        count = self.ops.minimum(self.ahead + zero, self.leading(minibatch))
+        return self.ops.select(goes, count, zero)
+
+    def tasks_of(self, minibatch: Int, groups: Int, gone: Int, following: Int) -> Int:
+        """Compute tasks of a minibatch's stretch, which ``groups`` groups end.
+
+        Of its own leading tasks ``gone`` went ahead; ``following`` of the next minibatch's are in it.
+        """
+        own = self.leading(minibatch) + self.blocks_in(minibatch) * self.n_dx - gone
+        return own + following + groups * self.group_tasks
+
+    def place(self, minibatch: Int, offset: Int, gone: Int, following: Int) -> tuple[Int, Int]:
+        """(minibatch, offset in its tasks) of task ``offset`` of a stretch; arguments as of ``tasks_of``."""
+        select = self.ops.select
+        own = self.leading(minibatch) - gone
+        is_own, is_next = offset < own, (offset >= own) & (offset < own + following)
+        after = select(is_next, offset - own, offset - following + gone)
+        return select(is_next, minibatch + 1, minibatch), select(is_own, offset + gone, after)
 
     # ---- compute tasks ----
 
@@ -296,9 +330,9 @@ def plan_room(max_rows: int, experts: int, minibatch: int, macrobatch: int) -> t
 def make_plan(p: Backward, expert_blocks: list[int]) -> Plan:
     """The plan for experts with ``expert_blocks`` row blocks each (pure Python).
 
-    TASK_BASE[s]: first ticket of minibatch s, shared tasks included. GROUP_BASE[s]: groups placed before s.
+    TASK_BASE[s]: first ticket of minibatch s's stretch, shared tasks included. GROUP_BASE[s]: groups placed before s.
     ITEM_BASE[s]: comm blocks before s. FREE_BASE[s]: minibatches whose slot is free before s.
-    OVERLAPS[s]: groups that have rows in s.
+    OVERLAPS[s]: groups that have rows in s. AHEAD_OF[s]: tasks of s that go before dgrad gate+up(s - 1).
     """
     groups: list[tuple[int, int, int, int, int]] = []
     follows: list[int] = []
@@ -331,7 +365,9 @@ def make_plan(p: Backward, expert_blocks: list[int]) -> Plan:
         here = follows.count(s)
         freed = [j for j in range(n) if freed_by[j] == s]
         refills = [j + p.ring_mbs for j in freed if j + p.ring_mbs < n]
-        tables[TASK_BASE][s + 1] = tables[TASK_BASE][s] + p.tasks_of(s, here)
+        tables[AHEAD_OF][s + 1] = p.ahead_of(s + 1, tables[FREE_BASE][s])
+        around = tables[AHEAD_OF][s : s + 2]
+        tables[TASK_BASE][s + 1] = tables[TASK_BASE][s] + p.tasks_of(s, here, *around)
         tables[GROUP_BASE][s + 1] = tables[GROUP_BASE][s] + here
         tables[ITEM_BASE][s + 1] = (
             tables[ITEM_BASE][s] + p.blocks_in(s) + sum(p.blocks_in(j) for j in refills)

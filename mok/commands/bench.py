@@ -19,6 +19,7 @@ from mok.errors import MissingDependencyError, MokError
 if TYPE_CHECKING:
     from mok.backends import Backend
     from mok.tools.bench.runner import Entry, Settings
+    from mok.tools.bench.shapes import BenchShape
 
 NAME = "bench"
 HELP = "time this layer and its peers in one run, and print ratios"
@@ -77,8 +78,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=int, default=0, help="turns of each program (default 3)")
-    how.add_argument("--warm-ms", type=float, default=150.0, help="run before each window")
-    how.add_argument("--run-ms", type=float, default=300.0, help="length of a window")
+    how.add_argument(
+        "--warm-ms", type=float, help="run before each window (default 150; over ranks 80)"
+    )
+    how.add_argument(
+        "--run-ms", type=float, help="length of a window (default 300; over ranks 160)"
+    )
     how.add_argument("--sets", type=int, default=2, help="input sets that calls take in turn")
     how.add_argument(
         "--budget-s", type=float, help="stop after so many seconds; says what was left out"
@@ -87,8 +92,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no-phases", action="store_true", help="do not time the parts of our calls")
     sweep = parser.add_argument_group("sweeps")
     sweep.add_argument(
-        "--sweep", metavar="TUNABLE", help="minibatch, macrobatch, comm_sms, fwd_num_comm_sms, …"
-    )
+        "--sweep", metavar="TUNABLE",
+        help="minibatch, macrobatch, comm_sms, fwd_num_comm_sms, …: each --shape, or a suite's first",
+    )  # fmt: skip
     sweep.add_argument("--values", help="comma-separated, instead of the usual ones")
     from mok.tools.bench.published import command as published
 
@@ -174,7 +180,9 @@ def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:
         from mok.tools.bench.sweep import tunable_named
 
         tunable = tunable_named(args.sweep)
-        entries, shapes = sweep_entries(args, tunable, shapes, backend), shapes[:1]
+        if not args.shape:
+            shapes = shapes[:1]  # of a suite
+        entries = [e for s in shapes for e in sweep_entries(args, tunable, s, backend)]
         if args.peers:
             entries += [Entry(peer) for peer in peers]
     else:
@@ -188,7 +196,7 @@ def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:
         entries=entries,
         passes=passes,
         rounds=args.rounds or (2 if args.quick else 3),
-        regime=Regime(args.warm_ms, args.run_ms),
+        regime=Regime(**windows(args)),
         num_sets=args.sets,
         seed=args.seed,
         routing=args.routing,
@@ -198,6 +206,12 @@ def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:
     if not backend.on_gpu:
         torch.set_num_threads(1)  # small matrices: threads cost more than they give
     return Run(backend, settings, paths, tunable, say)
+
+
+def windows(args: argparse.Namespace) -> dict[str, float]:
+    """What is said about the length of windows, as keyword arguments."""
+    given = {"warm_ms": args.warm_ms, "run_ms": args.run_ms}
+    return {name: ms for name, ms in given.items() if ms is not None}
 
 
 def parse_peers(given: list[str] | None) -> tuple[list[str], dict[str, str]]:
@@ -227,7 +241,7 @@ def parse_peers(given: list[str] | None) -> tuple[list[str], dict[str, str]]:
 
 
 def sweep_entries(
-    args: argparse.Namespace, tunable: str, shapes: list[Any], backend: Backend
+    args: argparse.Namespace, tunable: str, bench: BenchShape, backend: Backend
 ) -> list[Entry]:
     """One entry per value of the tunable, on virtual ranks where it has no meaning at one rank."""
     import dataclasses
@@ -238,7 +252,7 @@ def sweep_entries(
 
     if backend.info is None or backend.arch is None:
         raise MokError("a sweep needs a GPU with kernels", backend.name, "Run it where one is")
-    full = shapes[0].shape
+    full = bench.shape
     ep = args.ep if args.ep > 1 or tunable == "schedule_capacity_multiplier" else SWEEP_EP
     tokens = -(-full.num_tokens // ep)
     shape: Shape = dataclasses.replace(full, num_tokens=tokens, ep_size=ep)
@@ -249,7 +263,9 @@ def sweep_entries(
         rows = tokens * full.topk + shape.max_local_experts * 128
         values = default_values(tunable, base, backend.arch, rows)
     name = f"mok-ep{ep}" if ep > 1 else "mok"
-    return [Entry(name, config, text) for text, config in sweep_configs(base, tunable, values)]
+    return [
+        Entry(name, config, text, bench) for text, config in sweep_configs(base, tunable, values)
+    ]
 
 
 def measure(args: argparse.Namespace, prepared: Run) -> dict[str, Any]:

@@ -6,7 +6,9 @@ import torch
 pytest.importorskip("cutlass")
 
 from mok.config import Shape
+from mok.errors import ResourceError
 from mok.kernels_cute.carry import BARRIERS, LANES, PIECE, piece_bytes
+from mok.kernels_cute.forward import ForwardKernel
 from mok.reference import forward_loop, integer_case
 from tests.backward_cases import Layer, assert_same, exact_run
 from tests.backward_cases import emulated as emulated_backward
@@ -46,6 +48,12 @@ def test_lengths_of_rows(hidden):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("hidden", [128, 2048, 8320])
+def test_items_of_128_rows(hidden):
+    run_forward(Shape(300, hidden, 64, 4, 2, 2), "sm_90a", 1, comm_m=128)
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize(("arch", "stages"), [("sm_90a", 3), ("sm_100a", 2)])
 def test_little_memory(arch, stages):
     """Fewer stages leave less for rows, so that these are cut."""
@@ -54,15 +62,16 @@ def test_little_memory(arch, stages):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    ("arch", "pair"),
-    [("sm_90a", False), ("sm_90a", True), ("sm_100a", False)],
+    ("arch", "pair", "comm_m"),
+    [("sm_90a", False, 64), ("sm_90a", True, 128), ("sm_100a", False, 64)],
 )
-def test_backward(arch, pair):
+def test_backward(arch, pair, comm_m):
     layer = Layer(
         Shape(300, 320, 192, 3, 3, 1, 64), kind="few_experts", direct=False, ep_size=2, seed=1,
         macrobatch=3,
     )  # fmt: skip
     options = {"pair": True} if pair else {}
+    options |= {"comm_m": comm_m} if comm_m != 64 else {}
     run, want = exact_run(layer, arch, "cpu", grid=6, num_comm_ctas=2, carry=True, **options)
     assert_same(emulated_backward(run, 6, layer.seed), want)
 
@@ -71,6 +80,12 @@ def test_backward(arch, pair):
 def test_no_spill(arch):
     (used,) = forward_kernel(arch, direct=False, carry=True).resources.kernels
     assert used.spill_bytes == 0 and not used.warnings
+
+
+def test_items_that_the_workers_do_not_take():
+    for config in ({"comm_m": 96}, {"comm_m": 128, "carry": False}, {"comm_m": 128, "mxfp8": True}):
+        with pytest.raises(ResourceError, match="comm_m must be 64"):
+            ForwardKernel(False, "sm_90a", **config)
 
 
 def test_memory_of_a_warp():

@@ -9,7 +9,7 @@ pytest.importorskip("cutlass")
 
 from mok.kernels_cute.backward import program as pb
 from mok.kernels_cute.backward.program import Backward, make_plan, plan_room
-from mok.kernels_cute.program import Tile
+from mok.kernels_cute.program import AHEAD, Tile
 from mok.runtime.launch import launch
 from tests.helpers import POISON, arch_of, kernel, opcodes, stream_of
 
@@ -42,6 +42,7 @@ def run_plan(p, expert_blocks, device, minibatch, macrobatch, sizes, spare=3):
         minibatch,
         macrobatch,
         tables.shape[1],
+        p.ahead,
         stream_of(device),
     )
     tables, groups, counts = tables.cpu(), groups.cpu(), counts.cpu()
@@ -56,8 +57,9 @@ def check(expert_blocks, device, mb_blocks=2, ring_mbs=2, sizes=(200, 192, 320, 
     minibatch = mb_blocks * TILE.m
     macrobatch = minibatch * ring_mbs
     p = Backward(
-        TILE.m * sum(expert_blocks), *sizes, len(expert_blocks), minibatch, macrobatch, TILE
-    )
+        TILE.m * sum(expert_blocks), *sizes, len(expert_blocks), minibatch, macrobatch, TILE,
+        ahead=5,
+    )  # fmt: skip
     want = make_plan(p, expert_blocks)
     tables, groups, counts = run_plan(p, expert_blocks, device, minibatch, macrobatch, sizes)
     assert tables.tolist() == want.tables
@@ -172,7 +174,7 @@ def test_takes_a_few_microseconds():
     places = [at, at + 4 * pb.TABLES * entries, at + 4 * (out.numel() - 2)]
     call = kernel("plan", arch_of("cuda"))
     arguments = [inputs.data_ptr(), inputs.data_ptr() + 4, block_expert.data_ptr(), *places]
-    arguments += [*sizes, len(blocks), 5120, 20480, entries, stream_of("cuda")]
+    arguments += [*sizes, len(blocks), 5120, 20480, entries, AHEAD, stream_of("cuda")]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for repeats in (20, 200):
         start.record()

@@ -1,6 +1,7 @@
 """The task program covers all work once, and every wait is on earlier work."""
 
 from collections import Counter
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ def programs(draw):
     )
     experts = draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 20]), max_size=6))
     minibatch = tile.m * draw(st.integers(1, 5))
+    ring_mbs = draw(st.integers(1, 5))
     return Forward(
         rows=tile.m * sum(experts),
         tokens=draw(st.integers(0, 700)),
@@ -36,8 +38,9 @@ def programs(draw):
         intermediate=64 * draw(st.integers(1, 12)),
         shared_intermediate=64 * draw(st.integers(0, 5)),
         minibatch=minibatch,
-        macrobatch=minibatch * draw(st.integers(1, 5)),
+        macrobatch=minibatch * ring_mbs,
         tile=tile,
+        ahead=draw(st.integers(0, 40)),
     )
 
 
@@ -61,8 +64,14 @@ def ordered(p: Forward):
     for s in processing:
         if p.previous(s) >= p.minibatches:
             seq += [("dispatch", b, 0) for b in blocks(s)]
-    for s in processing:
-        seq += [("up", b, n) for b in blocks(s) for n in range(p.n_up)]
+
+    def up(s):
+        return [("up", b, n) for b in blocks(s) for n in range(p.n_up)]
+
+    seq += up(processing[0])[: p.ahead] if processing else []
+    for s, later in zip_longest(processing, processing[1:]):
+        seq += up(s)[p.ahead :]
+        seq += up(later)[: p.ahead] if later is not None else []
         seq += [("down", b, n) for b in blocks(s) for n in range(p.n_down)]
         seq += [("combine", b, 0) for b in blocks(s)]
         if s - p.ring_mbs >= 0:
@@ -78,15 +87,23 @@ NAMES = {SHARED_UP: "shared_up", SHARED_DOWN: "shared_down", UP: "up", DOWN: "do
 @given(programs())
 def test_decoders_follow_the_total_order(p):
     seq = ordered(p)
-    phase = Counter()  # position of a phase in the naive order, by (kind, minibatch)
+    phase = Counter()  # position of a phase in the naive order, by (kind, minibatch, whether ahead)
+    done = Counter()
+
+    def key(name, block):
+        """Of the next task or item of this kind: up comes in two parts."""
+        s = block // p.mb_blocks if not name.startswith("shared") else 0
+        done[name, s] += 1
+        return name, s, name == "up" and done[name, s] <= p.ahead
+
     for i, (name, b, _) in enumerate(seq):
-        key = (name, b // p.mb_blocks if not name.startswith("shared") else 0)
-        phase.setdefault(key, i)
+        phase.setdefault(key(name, b), i)
+    done.clear()
     tasks = [p.task(t) for t in range(p.tasks)]
     assert p.task(p.tasks).kind == END and p.task(p.tasks + 5).kind == END
     got = Counter((NAMES[t.kind], t.block, t.n) for t in tasks)
     assert got == Counter(x for x in seq if x[0] not in ("dispatch", "combine"))
-    where = [phase[NAMES[t.kind], t.minibatch if t.kind in (UP, DOWN) else 0] for t in tasks]
+    where = [phase[key(NAMES[t.kind], t.block)] for t in tasks]
     assert where == sorted(where)
     for t in tasks:
         if t.kind in (UP, DOWN):
@@ -98,7 +115,7 @@ def test_decoders_follow_the_total_order(p):
             for i in range(p.items_per_block):
                 want[name, b * p.tile.m + i * p.tile.comm_m] += 1
     assert Counter((NAMES_OF_ITEMS[i.kind], i.row) for i in items) == want
-    where = [phase[NAMES_OF_ITEMS[i.kind], i.minibatch] for i in items]
+    where = [phase[key(NAMES_OF_ITEMS[i.kind], i.row // p.tile.m)] for i in items]
     assert where == sorted(where)
 
 

@@ -23,8 +23,9 @@ def cases(draw):
         shared_intermediate=64 * draw(st.integers(0, 5)),
         experts=len(experts),
         minibatch=minibatch,
-        macrobatch=minibatch * draw(st.integers(1, 4)),
+        macrobatch=minibatch * draw(st.integers(1, 6)),
         tile=tile,
+        ahead=draw(st.integers(0, 12)),
     )
     return p, experts, make_plan(p, experts)
 
@@ -38,7 +39,8 @@ def task(p, plan, ticket):
         kind, m, n, group = p.weight_task(ticket - bases[p.minibatches])
         return pb.Task(kind, 0, m, n, p.minibatches, placed + group)
     s = max(i for i in range(p.minibatches) if bases[i] <= ticket)
-    return p.routed_task(s, ticket - bases[s], plan.tables[pb.GROUP_BASE][s])
+    placed = p.place(s, ticket - bases[s], *plan.tables[pb.AHEAD_OF][s : s + 2])
+    return p.routed_task(*placed, plan.tables[pb.GROUP_BASE][s])
 
 
 def item(p, plan, index):
@@ -185,3 +187,27 @@ def test_runs_to_the_end_with_few_workers(case, compute, comm, rng):
         worker = rng.choice(able)
         finish(held[worker])
         held[worker] = draw(worker[0])
+
+
+def order_of(slots, expert_blocks, ahead=3):
+    """(kind, minibatch) of all tasks, minibatches of one block and six tasks a kind."""
+    p = Backward(
+        128 * sum(expert_blocks), 0, 64 * 4, 64 * 4, 0, len(expert_blocks), 128, 128 * slots, Tile(),
+        ahead=ahead,
+    )  # fmt: skip
+    plan = make_plan(p, expert_blocks)
+    total = plan.tables[pb.TASK_BASE][p.minibatches]
+    return [(t.kind, t.minibatch) for t in (task(p, plan, n) for n in range(total))]
+
+
+def test_dgrad_down_goes_ahead_where_its_slot_is_free():
+    """One of its tiles is there; within a ring of six slots all go ahead, and beyond it where the slot was left."""
+    for ahead in (0, 1):
+        order = order_of(6, [1] * 12, ahead)
+        for s in range(11):
+            first = order.index((pb.REPLAY if s + 1 >= 6 else pb.DDOWN, s + 1))
+            assert (first < order.index((pb.DX, s))) == bool(ahead)
+    # An expert of the ring's size frees its slots at its end.
+    order = order_of(6, [6, 6], 1)
+    assert order.index((pb.REPLAY, 6)) > max(i for i, t in enumerate(order) if t == (pb.DX, 5))
+    assert order_of(3, [1] * 12, 1) == order_of(3, [1] * 12, 0)  # too few slots

@@ -24,6 +24,7 @@ from mok import functional
 from mok.config import Config, Shape
 from mok.reference import Case, integer_case, random_case
 from mok.runtime.group import Group
+from mok.tools.bench.sweep import config_with
 
 Call = Callable[[], Any]
 PROGRAMS = ("mok", "mok-local", "nccl-torch")
@@ -141,7 +142,9 @@ def ours(
     rank: Rank, group: Group, case: Case, tokens: slice, experts: range, sizes: Shape, changes: Any
 ) -> Iterator[tuple[Call, Call, Config]]:
     """(forward, backward, config) of a share of ``case`` in ``group``; schedule included in forward."""
-    config = dataclasses.replace(Config.suggest(sizes, rank.device), **changes)
+    config = Config.suggest(sizes, rank.device)
+    for tunable, value in changes.items():
+        config = config_with(config, tunable, value)
     values = arguments(case, tokens, experts)
     ids = case.top_experts[tokens].contiguous()
     dy = torch.randn_like(values[0])

@@ -16,6 +16,8 @@ from mok.errors import GroupError, MokError
 
 COMM_SMS = (6, 8, 12, 16, 24, 32)
 MINIBATCHES = (1024, 2048, 4096, 8192, 16384)
+Runs = list[tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]]
+"""Sizes, programs, and options of ``ranks.measure``."""
 
 
 def under_torchrun() -> bool:
@@ -86,19 +88,17 @@ def _header(args: argparse.Namespace, rank: Any) -> dict[str, Any]:
 def _layer(
     args: argparse.Namespace, rank: Any, document: dict[str, Any], say: Callable[[str], None]
 ) -> None:
-    """Bits, then the shapes with all programs, then sweep, skew and an idle rank with ours alone."""
+    """Bits, then the shapes with all programs, then skew and an idle rank with ours alone; or a sweep."""
+    from mok.commands.bench import windows
     from mok.tools.bench import ranks
 
-    rounds = args.rounds or 2
+    rounds, length = args.rounds or 2, windows(args)
     known = ranks.shapes(rank.size)
     if args.shape:
         known = {text: _sizes(text) for text in args.shape}
     first = next(iter(known.values()))
     if args.sweep:
-        names, values = _swept(args)
-        runs: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
-            (first, ("mok",), {"changes": dict.fromkeys(names, value)}) for value in values
-        ]
+        runs: Runs = sweep_runs(args, list(known.values()) if args.shape else [first])
     else:
         document["bits"] = ranks.bits(rank)
         say(f"same bits as EP = 1: {document['bits']}")
@@ -108,7 +108,7 @@ def _layer(
     for sizes, programs, options in runs:
         options = dict(options)
         changes = options.pop("changes", {})
-        rows = ranks.measure(rank, sizes, programs, rounds=rounds, **options, **changes)
+        rows = ranks.measure(rank, sizes, programs, rounds=rounds, **options, **changes, **length)
         document["rows"] += rows
         for row in rows:
             say(
@@ -118,6 +118,16 @@ def _layer(
             document.setdefault("exposed", {})[str(list(sizes))] = ranks.exposed(rows)
         if rank.rank == 0 and args.out:
             _write(document, Path(args.out))
+
+
+def sweep_runs(args: argparse.Namespace, shapes: list[tuple[int, ...]]) -> Runs:
+    """Ours alone on each shape with each value of --sweep."""
+    names, values = _swept(args)
+    return [
+        (sizes, ("mok",), {"changes": dict.fromkeys(names, value)})
+        for sizes in shapes
+        for value in values
+    ]
 
 
 def _sizes(text: str) -> tuple[int, ...]:

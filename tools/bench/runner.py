@@ -44,11 +44,13 @@ class Entry:
         name: in ``programs.PROGRAMS``.
         config: tunables of ours, where they are not the suggested ones.
         setting: what is special about them, such as "minibatch_size=512".
+        shape: the only one that it takes part in; None for all.
     """
 
     name: str
     config: Config | None = None
     setting: str = ""
+    shape: BenchShape | None = None
 
     @property
     def label(self) -> str:
@@ -189,6 +191,8 @@ class Runner:
         ready: list[Ready] = []
         try:
             for entry in s.entries:
+                if entry.shape not in (None, wanted):
+                    continue
                 if deadline.over and ready:
                     self._miss(entry, bench, "the budget was used up")
                 elif (found := self._prepare(entry, work, oracle)) is not None:

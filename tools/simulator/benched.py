@@ -21,6 +21,7 @@ from typing import Any
 
 from mok.config import Config, Shape
 from mok.errors import MokError
+from mok.kernels_cute.program import AHEAD
 from mok.tools.simulator.compare import records
 from mok.tools.simulator.load import loads
 from mok.tools.simulator.machine import Machine, known_machines, load_machine
@@ -91,8 +92,10 @@ def compare_bench(document: dict[str, Any]) -> list[dict[str, Any]]:
         if row["program"].split("-")[0] != "mok" or not row["ok"]:
             continue
         sizes = tuple(row["shape"][name] for name in "THIEK")
-        ep, config, pairs = _config(row["note"])
-        model = _predict(machine, sizes, ep, config, row["pass"], document["regime"], pairs)
+        ep, config, pairs, kernels = _config(row["note"])
+        model = _predict(
+            machine, sizes, ep, config, row["pass"], document["regime"], pairs, kernels
+        )
         rows.append(
             {
                 "name": f"{row['shape']['name']} {','.join(map(str, sizes))}",
@@ -132,16 +135,19 @@ def _machine(document: dict[str, Any]) -> Machine:
     raise MokError("the GPU of a bench.json must be a known machine", name)
 
 
-def _config(note: str) -> tuple[int, Config, bool]:
-    """EP, tunables, and whether CTAs worked in pairs, as ``MokProgram`` notes them."""
+def _config(note: str) -> tuple[int, Config, bool, dict[str, float]]:
+    """EP, tunables, whether CTAs worked in pairs, and which kernels it was, as ``MokProgram`` notes them."""
     found = re.fullmatch(
-        r"EP (\d+), minibatch (\d+), macrobatch (\d+)(?:, comm SMs (\d+)/(\d+))?(, pairs)?", note
+        r"EP (\d+), minibatch (\d+), macrobatch (\d+)(?:, comm SMs (\d+)/(\d+))?"
+        r"(, pairs)?(, carried)?(, ahead)?",
+        note,
     )
     if found is None:
         raise MokError("a row's note must tell EP and tunables", repr(note))
-    *sizes, pairs = found.groups()
+    *sizes, pairs, carried, ahead = found.groups()
     ep, minibatch, macrobatch, forward, backward = (int(g) if g else 8 for g in sizes)
-    return ep, Config(forward, backward, minibatch, macrobatch), pairs is not None
+    kernels = {"comm_carried": float(carried is not None), "ahead": AHEAD if ahead else 0}
+    return ep, Config(forward, backward, minibatch, macrobatch), pairs is not None, kernels
 
 
 @cache
@@ -158,7 +164,7 @@ def _routing(sizes: tuple[int, ...], ep: int, kind: str, seed: int) -> Routing:
 
 def _predict(
     machine: Machine, sizes: tuple[int, ...], ep: int, config: Config, name: str,
-    regime: dict[str, Any], pairs: bool,
+    regime: dict[str, Any], pairs: bool, kernels: dict[str, float],
 ) -> float:  # fmt: skip
     tokens, hidden, inner, experts, topk = sizes
     if tokens % ep:
@@ -172,7 +178,7 @@ def _predict(
             continue
         scenario = Scenario(
             shape, config, machine, direction, routing=routing, virtual=ep > 1,
-            save_context=name == "both", pairs=pairs,
+            save_context=name == "both", pairs=pairs, overrides=kernels,
         )  # fmt: skip
         total += virtual_ms(scenario) if ep > 1 else simulate(scenario).ms
     return total

@@ -65,6 +65,7 @@ def records() -> Iterator[Record]:
             entry["program"],
             save_context=both or entry["save_context"],
             pairs=entry.get("pairs", False),
+            overrides=entry.get("overrides", {}),
         )
         plain = {
             name: entry[name]

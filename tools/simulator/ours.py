@@ -55,6 +55,7 @@ class ForwardWork:
             tile=self.costs.tile,
             ops=ops,
             recompute=self.recompute,
+            ahead=int(self.costs.table["ahead"]) if self.ring else 0,
         )
 
     def work(self) -> Work:

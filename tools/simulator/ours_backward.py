@@ -52,6 +52,7 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         minibatch=config.minibatch_size,
         macrobatch=config.macrobatch_size,
         tile=costs.tile,
+        ahead=0 if scenario.direct else int(costs.table["ahead"]),
     )
     p = bw.Backward(**arguments, ops=bw.PY)
     decoder = bw.Backward(**arguments, ops=NumpyOps)
@@ -170,7 +171,8 @@ def _decode(p: bw.Backward, decoder: bw.Backward, plan: bw.Plan) -> _Decoded:
     for s in range(p.minibatches):
         base, end = plan.tables[bw.TASK_BASE][s : s + 2]
         offsets = np.arange(end - base, dtype=np.int64)
-        task = fill(decoder.routed_task(s, offsets, plan.tables[bw.GROUP_BASE][s]), offsets)
+        placed = decoder.place(s, offsets, *plan.tables[bw.AHEAD_OF][s : s + 2])
+        task = fill(decoder.routed_task(*placed, plan.tables[bw.GROUP_BASE][s]), offsets)
         # A weight gradient's block is its group's first.
         weight = task[0] >= bw.WDOWN
         first = np.array([g[1] for g in plan.groups] or [0], np.int64)

@@ -125,7 +125,8 @@ GROUPS = (
     ("one GPU, 2026-11-29, forward", r"^H200 .*(?<!2026-11-30)(?<!in pairs)$"),
     ("one GPU, 2026-11-30", r"^H200 .*(2026-11-30|in pairs)$"),
     ("two GPUs, 2026-11-29, older comm worker left out where it binds", r"^2 x .*(?<!2026-11-30)$"),
-    ("two GPUs, comm-SM sweeps of 2026-11-30", r"^2 x .*2026-11-30$"),
+    ("two GPUs, comm-SM sweeps of 2026-11-30", r"^2 x (?!.*carried).*2026-11-30$"),
+    ("two GPUs, the same with rows carried", r"^2 x .*carried, 2026-11-30$"),
 )
 
 

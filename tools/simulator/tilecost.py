@@ -176,6 +176,12 @@ class Costs:
     def item_s(self, pull: NDArray[np.bool_], real: Array, load: RankLoad) -> Floats:
         """Seconds that an item of ``tile.comm_m`` rows keeps its SM."""
         t, m = self.table, self.machine
+        # However many warps: one SM moves no more than this.
+        rate = np.where(pull, m["sm_pull_bytes_per_s"], m["sm_push_bytes_per_s"])
+        rate = np.where(load.local == 1.0, m["sm_bytes_per_s"] / 2, rate)
+        if t["comm_carried"] > 0 and not self.quantises:
+            # Bulk copies of whole rows: enough of them are on their way.
+            return real * 2.0 * self.hidden / rate * t["carry_load"] + t["carry_overhead_s"]
         rounds = self.copy_rounds()
         local = m["local_latency_s"] * t["comm_load"]
         near = m["nvlink_latency_s"] * t["comm_load"]
@@ -184,9 +190,6 @@ class Costs:
         one = np.where(pull, pulled, local)  # a push loads locally and does not wait for its stores
         fill = real / self.tile.comm_m
         busy = rounds * (fill * one + (1 - fill) * np.where(pull, PADDING_ROW_S, 0.0))
-        # However many warps: one SM moves no more than this.
-        rate = np.where(pull, m["sm_pull_bytes_per_s"], m["sm_push_bytes_per_s"])
-        rate = np.where(load.local == 1.0, m["sm_bytes_per_s"] / 2, rate)
         busy = np.maximum(busy, real * 2.0 * self.hidden / rate)
         if self.quantises:
             # Both orientations of whatever is pulled, as upstream. Ours makes the copy of x along the
@@ -233,7 +236,8 @@ class Costs:
         real = load.real_rows(row, self.tile.comm_m)
         payload = real * 2.0 * self.hidden * matrices * np.where(pull, self.wire_share, 1.0)
         rx, tx, net = self.wires(pull, payload, load)
-        overhead = self.table["item_overhead_s"]
+        carried = self.table["comm_carried"] > 0 and not self.quantises
+        overhead = self.table["carry_overhead_s" if carried else "item_overhead_s"]
         busy = (self.item_s(pull, real, load) - overhead) * matrices + overhead
         if sums:
             rows = -(-real // int(self.table["comm_warps"]))

@@ -17,6 +17,8 @@ from mok.errors import MokError
 from mok.runtime import device as runtime_device
 from mok.runtime.device import Backend as RuntimeBackend
 from mok.tools.bench import charts, results, tables
+from mok.tools.bench.runner import Entry, Runner, Settings
+from mok.tools.bench.shapes import parse_shape
 from mok.tools.bench.sweep import config_with, default_values, sweep_configs, tunable_named
 
 FAST = ("--warm-ms", "0.1", "--run-ms", "0.2", "--rounds", "2", "--shape", "16,64,64,4,2")
@@ -248,6 +250,28 @@ def test_a_sweep_runs_ours_through_the_ring_with_each_value(monkeypatch, tmp_pat
     capacity = prepared(monkeypatch, tmp_path, "--sweep", "capacity", "--peers", "torch")
     names = [e.name for e in capacity.settings.entries]
     assert names == ["mok"] * 4 + ["torch", "cublas"]
+
+
+def test_a_sweep_takes_every_shape_that_is_given(monkeypatch, tmp_path):
+    """Each with tunables of its own; of a suite only the first."""
+    sizes = ("--shape", "16384,2048,768,128,8", "--shape", "8192,7168,2048,32,8")
+    found = prepared(monkeypatch, tmp_path, "--sweep", "comm_sms", "--values", "4,8", *sizes)
+    shapes, entries = found.settings.shapes, found.settings.entries
+    assert [e.shape for e in entries] == [s for s in shapes for _ in range(2)]
+    assert entries[0].config.minibatch_size > entries[2].config.minibatch_size
+    assert [e.config.bwd_num_comm_sms for e in entries] == [4, 8, 4, 8]
+
+
+def test_a_program_of_one_shape_is_left_out_of_the_others():
+    first, second = (parse_shape(f"{n},64,64,4,2") for n in (64, 128))
+    entries = [Entry("mok", None, "a=1", first), Entry("mok", None, "a=2", second), Entry("torch")]
+    settings = Settings([first, second], entries)
+    found = []
+    runner = Runner(settings, torch.device("cpu"), None, None, None)
+    runner._prepare = lambda entry, work, oracle: found.append(entry.label)
+    runner._rounds = runner._add_rows = runner._measure_phases = lambda *a: None
+    runner.run()
+    assert found == ["mok a=1", "torch", "mok a=2", "torch"] and not runner.not_run
 
 
 def test_kernels_of_both_paths_are_compiled_beforehand(monkeypatch, tmp_path):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from mok.cli import main
+from mok.cli import build_parser, main
 from mok.config import Shape
+from mok.errors import MokError
 from mok.reference import random_case
 from mok.tools.bench import ranks, ranks_command
 from mok.tools.bench.links import command as links_command
@@ -80,6 +81,20 @@ def test_tables_compare_with_the_peer():
     assert not ranks_command.passed(document | {"bits": {"case": {"output": False}}})
     assert not ranks_command.passed(document | {"rows": []})
     assert text_of(ranks_command.show, document | {"rank": 1}) == ""
+
+
+def sweep_of(*argv: str) -> ranks_command.Runs:
+    args = build_parser().parse_args(["bench", *argv])
+    return ranks_command.sweep_runs(args, [(8, 64, 64, 4, 2), (16, 64, 64, 4, 2)])
+
+
+def test_a_sweep_takes_every_shape_and_value():
+    found = sweep_of("--sweep", "comm_sms", "--values", "4,6")
+    assert [sizes[0] for sizes, _, _ in found] == [8, 8, 16, 16]
+    both = {"fwd_num_comm_sms": 6, "bwd_num_comm_sms": 6}
+    assert found[1][1:] == found[3][1:] == (("mok",), {"changes": both})
+    with pytest.raises(MokError, match="sweep over ranks"):
+        sweep_of("--sweep", "colour")
 
 
 def links_document() -> dict:

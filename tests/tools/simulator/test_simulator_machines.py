@@ -1,9 +1,11 @@
 """Machines and constants as data, and what is refused."""
 
+import dataclasses
 import json
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mok.config import Config, Shape
@@ -11,6 +13,7 @@ from mok.errors import MokError
 from mok.models import MACHINES
 from mok.tools.simulator import Scenario, balanced, known_machines, load_machine
 from mok.tools.simulator.constants import HERE, KINDS, calibration, read_table
+from mok.tools.simulator.load import loads
 from mok.tools.simulator.machine import NAMES
 from mok.tools.simulator.tilecost import Costs
 
@@ -49,22 +52,34 @@ def test_measured_is_not_published():
     assert "measured" not in {c["kind"] for c in load_machine("gb300").constants.as_list()}
 
 
-LINKS = json.loads((RECORDED / "2026-11-30-2xh200-links.json").read_text())["links"]["bandwidth"]
+def bandwidths(name: str) -> list[dict]:
+    return json.loads((RECORDED / f"2026-11-30-2xh200-{name}.json").read_text())["links"][
+        "bandwidth"
+    ]
+
+
+LINKS = bandwidths("links")
+CARRIED = [r for r in bandwidths("links-carried") if r["kind"].startswith("carried ")]
 
 
 def link_rate(row) -> float:
     """GB/s that the model gives our comm workers alone, moving rows to or from one peer."""
     m, table = load_machine("h200"), calibration("ours_sm90")
-    pull = row["kind"] == "pull"
+    carried, pull = row["kind"].startswith("carried "), row["kind"].endswith("pull")
     shape = Shape(8192, row["row_bytes"] // 2, 64, 4, 2, 2)
     s = Scenario(
         shape, Config(row["sms"], row["sms"], 256, 512), m, routing=balanced(shape),
-        overrides={"comm_load": 1.0},  # nothing else runs
+        overrides={"comm_load": 1.0, "carry_load": 1.0},  # nothing else runs
     )  # fmt: skip
     costs = Costs.ours(s)
-    latency = m["nvlink_latency_s" if pull else "local_latency_s"]
-    item = costs.copy_rounds() * latency + table["item_overhead_s"]
-    alone = row["sms"] * costs.tile.comm_m * row["row_bytes"] / item
+    rows = costs.tile.comm_m
+    if carried:
+        load = dataclasses.replace(loads(s, costs.tile.m)[0], local=0.0, near=1.0)
+        (item,) = costs.item_s(np.array([pull]), np.array([rows]), load)
+    else:
+        latency = m["nvlink_latency_s" if pull else "local_latency_s"]
+        item = costs.copy_rounds() * latency + table["item_overhead_s"]
+    alone = row["sms"] * rows * row["row_bytes"] / item
     data, reply = (
         ("pull_data_wire", "pull_request_wire") if pull else ("push_data_wire", "push_ack_wire")
     )
@@ -89,6 +104,24 @@ def test_links_alone():
     assert max(map(abs, errors.values())) < 0.29
 
 
+def test_carried_links_alone():
+    """One rate each way and one overhead; pulls with 8 SMs fall short of it before the port is full."""
+    errors = {
+        (r["kind"].split()[1], r["row_bytes"], r["sms"], r["one_way"]): link_rate(r)
+        / r["gbytes_per_s"]
+        - 1
+        for r in CARRIED
+    }
+    free = {key: e for key, e in errors.items() if key[2] <= 4}
+    assert len(free) == 16 and max(map(abs, free.values())) < 0.1
+    assert statistics.median(map(abs, free.values())) < 0.05
+    pushes = [e for (kind, *_), e in errors.items() if kind == "push"]
+    assert len(pushes) == 28 and max(map(abs, pushes)) < 0.08
+    full = [e for (_, size, sms, _), e in errors.items() if sms == 32 and size == 4096]
+    assert len(full) == 4 and max(map(abs, full)) < 0.02
+    assert max(map(abs, errors.values())) < 0.35
+
+
 @pytest.mark.parametrize(
     ("dealt", "rounds"),
     [
@@ -104,19 +137,22 @@ def test_rounds_of_a_comm_item(dealt, rounds):
         shape = Shape(64, hidden, 64, 4, 2, 2)
         s = Scenario(
             shape, Config(4, 4, 128, 256), load_machine("h200"), routing=balanced(shape),
-            overrides={"comm_dealt": dealt},
+            overrides={"comm_dealt": dealt, "comm_carried": 0},
         )  # fmt: skip
         assert Costs.ours(s).copy_rounds() == want
 
 
 def test_the_calibration_is_of_todays_comm_worker():
     pytest.importorskip("cutlass")
-    from mok.kernels_cute import comm
+    from mok.kernels_cute import comm, program
+    from mok.kernels_cute.machine import BLACKWELL, HOPPER
     from mok.kernels_cute.megakernel import WARPS
 
     for name in ("ours_sm90", "ours_sm100"):
         table = calibration(name)
         assert table["comm_piece_bytes"] == comm.PIECE and table["comm_warps"] == WARPS
+        assert table["comm_carried"] == (HOPPER if name == "ours_sm90" else BLACKWELL).carry
+        assert table["ahead"] == program.AHEAD
 
 
 def edit(tmp_path, old, new):

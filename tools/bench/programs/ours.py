@@ -94,9 +94,15 @@ class MokProgram(Program):
         if ep > 1:
             self.note += f", comm SMs {c.fwd_num_comm_sms}/{c.bwd_num_comm_sms}"
         from mok.call import launch_shape
+        from mok.kernels_cute.machine import machine_of
+        from mok.kernels_cute.program import MIN_AHEAD
 
         if launch_shape(self.workspace, c)[2]:
             self.note += ", pairs"
+        if ep > 1 and self.precision == "bf16" and machine_of(self.workspace.arch).carry:
+            self.note += ", carried"
+        if ep > 1 and c.macrobatch_size // c.minibatch_size >= MIN_AHEAD:
+            self.note += ", ahead"
 
     def _weight(self, weight: Tensor) -> Any:
         from mok.mxfp8 import mxfp8_quantize
