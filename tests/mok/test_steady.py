@@ -196,6 +196,7 @@ def test_other_calls_do_not_use_what_was_prepared(recorder, monkeypatch):
     layer.call(config=other)
     assert len(made) == 1 and layer.workspace.last_launch.comm_ctas == 0
     # Experts of another width.
+    layer.call()
     layer.workspace.fit(64, 128)
     with pytest.raises(MokError, match="routed_gate"):
         layer.call()
