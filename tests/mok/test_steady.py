@@ -17,7 +17,6 @@ from mok.runtime.group import Group
 from mok.runtime.launch import set_active_emulator
 from tests.helpers_layer import Layer, first_tokens, to_device
 
-
 COUNTERS = 30  # the place of their address among the megakernel's arguments
 
 
