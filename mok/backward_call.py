@@ -37,7 +37,7 @@ class WeightGrads:
 
 @dataclass
 class Scratch:
-    """Buffers of one backward launch, BF16 unless said.
+    """Buffers of one backward launch, BF16 unless said. The workspace's hidden and y serve as weighted and dx.
 
     d_gate, d_up, weighted [ring, I]; dx [dx rows, H]; dw_partial FP32 [dx rows, I/64]; in a ring also
     dy_ring [ring, H] and row_weight FP32 [ring]. Only where a call may have a second macrobatch: replay_gate,
@@ -194,18 +194,19 @@ class BackwardCall(Call):
         scales: dict[str, Tensor] = {}
         quantised: dict[str, Tensor] = {}
         for name, columns in (rows | along).items():
+            size, kind = (ring, columns), torch.bfloat16
             if self.sizes.scaled:
-                size = (columns, ring) if name in along else (ring, columns)
-                quantised[name] = self._new(*size, dtype=torch.uint8)
-                scales[name] = self._new(ring * columns // 32, dtype=torch.uint8)
-            else:
-                quantised[name] = self._new(ring, columns)
+                size, kind = (columns, ring) if name in along else size, torch.uint8
+                scales[name] = self._new(ring * columns // 32, dtype=kind)
+            # What forward's kernel leaves in the workspace is done with.
+            done = self.workspace.hidden.view(size) if name == "weighted" else None
+            quantised[name] = self._new(*size, dtype=kind) if done is None else done
         return Scratch(
             **quantised,
             scales=scales,
             replay_gate=self._new(ring, I) if again else None,
             replay_up=self._new(ring, I) if again else None,
-            dx=self._new(y_rows, H),
+            dx=self.workspace.y,
             dw_partial=self._new(y_rows, I // 64, dtype=f32),
             accumulators=self._new(floats, dtype=f32) if again else None,
             row_weight=self._new(ring, dtype=f32) if in_ring else None,
