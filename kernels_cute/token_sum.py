@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute, select_
 
 from mok.kernels_cute import ptx
-from mok.kernels_cute.sync import goes_on
+from mok.kernels_cute.sync import goes_on, int_ptr
 
 THREADS = 256
 VECTOR = 8  # BF16 elements in one 16-byte access
@@ -76,6 +76,8 @@ class TokenSumKernel:
         hidden_size: Int32,
         topk: Int32,
         num_experts: Int32,
+        clear_addr: Int64,
+        clear_words: Int32,
         num_ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -85,6 +87,8 @@ class TokenSumKernel:
         Rows are contiguous. out, y and shared start at multiples of 16 bytes; H is a multiple of
         64; T·H < 2^34. gate: int32 [1], or address 0; where it is not 0 some results never came,
         and with slots filled by peers (not ``has_index``) the sum is NaN. T must be at least 1: the host skips the launch for an empty batch.
+        out may be shared: the thread that writes an element has read it before.
+        clear: int32 [clear_words], set to zero: the counters of the next call.
         """
         self.kernel(
             out_addr,
@@ -98,6 +102,8 @@ class TokenSumKernel:
             hidden_size,
             topk,
             num_experts,
+            clear_addr,
+            clear_words,
         ).launch(grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -114,6 +120,8 @@ class TokenSumKernel:
         hidden_size: Int32,
         topk: Int32,
         num_experts: Int32,
+        clear_addr: Int64,
+        clear_words: Int32,
     ):
         complete = Boolean(True)
         if cutlass.const_expr(not self.has_index):
@@ -123,6 +131,10 @@ class TokenSumKernel:
         num_vectors = Uint32(num_tokens) * vectors_per_row
         step = Uint32(cute.arch.grid_dim()[0] * THREADS)
         vector = Uint32(cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0])
+        word = vector
+        while word < Uint32(clear_words):
+            cute.arch.store(int_ptr(clear_addr) + word, Int32(0))
+            word += step
         while vector < num_vectors:
             token = vector // vectors_per_row
             column = Int64(vector - token * vectors_per_row) * 16

@@ -37,26 +37,27 @@ class WeightGrads:
 
 @dataclass
 class Scratch:
-    """Buffers of one backward launch, BF16 unless said.
+    """Buffers of one backward launch, BF16 unless said. The workspace's hidden and y serve as weighted and dx.
 
-    replay_gate, replay_up, d_gate, d_up, weighted [ring, I]; dx [dx rows, H]; dw_partial FP32
-    [dx rows, I/64]; accumulators FP32 [2, group tasks * tile]; in a ring also replay_x, dy_ring
-    [ring, H] and row_weight FP32 [ring]. MXFP8: copies quantised along the tokens, x_tokens, dy_tokens
-    [ring, H], d_gate_tokens, d_up_tokens [ring, I]; weighted is one, too.
+    d_gate, d_up, weighted [ring, I]; dx [dx rows, H]; dw_partial FP32 [dx rows, I/64]; in a ring also
+    dy_ring [ring, H] and row_weight FP32 [ring]. Only where a call may have a second macrobatch: replay_gate,
+    replay_up [ring, I], accumulators FP32 [2, group tasks * tile], in a ring replay_x [ring, H]. MXFP8:
+    copies quantised along the tokens, x_tokens, dy_tokens [ring, H], d_gate_tokens, d_up_tokens [ring, I];
+    weighted is one, too.
 
     With block-scaled MMAs what is quantised is E4M3 (uint8), the copies along the tokens transposed, and
     ``scales`` holds E8M0 in tiles (uint8) by the kernel's argument.
     """
 
-    replay_gate: Tensor
-    replay_up: Tensor
     d_gate: Tensor
     d_up: Tensor
     weighted: Tensor
     dx: Tensor
     dw_partial: Tensor
-    accumulators: Tensor
     row_weight: Tensor | None
+    replay_gate: Tensor | None = None
+    replay_up: Tensor | None = None
+    accumulators: Tensor | None = None
     replay_x: Tensor | None = None
     dy_ring: Tensor | None = None
     x_tokens: Tensor | None = None
@@ -179,31 +180,35 @@ class BackwardCall(Call):
         program = Backward(
             0, 0, H, I, 0, self.shape.max_local_experts, self.config.minibatch_size, ring, tile
         )
-        floats = 2 * program.group_tasks * tile.m * tile.down_n
         f32 = torch.float32
         in_ring = not self.direct
+        # In a ring that holds every routing nothing is replayed, and no expert goes on in a next macrobatch.
+        again = ring < self.sizes.capacity
+        floats = 2 * program.group_tasks * tile.m * tile.down_n
         # By their columns: rows of the ring, and copies of rows along the tokens.
-        rows = {"d_gate": I, "d_up": I} | ({"replay_x": H, "dy_ring": H} if in_ring else {})
+        rows = {"d_gate": I, "d_up": I} | ({"dy_ring": H} if in_ring else {})
+        rows |= {"replay_x": H} if in_ring and again else {}
         along = {"weighted": I}
         if self.mxfp8:
             along |= {"x_tokens": H, "dy_tokens": H, "d_gate_tokens": I, "d_up_tokens": I}
         scales: dict[str, Tensor] = {}
         quantised: dict[str, Tensor] = {}
         for name, columns in (rows | along).items():
+            size, kind = (ring, columns), torch.bfloat16
             if self.sizes.scaled:
-                size = (columns, ring) if name in along else (ring, columns)
-                quantised[name] = self._new(*size, dtype=torch.uint8)
-                scales[name] = self._new(ring * columns // 32, dtype=torch.uint8)
-            else:
-                quantised[name] = self._new(ring, columns)
+                size, kind = (columns, ring) if name in along else size, torch.uint8
+                scales[name] = self._new(ring * columns // 32, dtype=kind)
+            # What forward's kernel leaves in the workspace is done with.
+            done = self.workspace.hidden.view(size) if name == "weighted" else None
+            quantised[name] = self._new(*size, dtype=kind) if done is None else done
         return Scratch(
             **quantised,
             scales=scales,
-            replay_gate=self._new(ring, I),
-            replay_up=self._new(ring, I),
-            dx=self._new(y_rows, H),
+            replay_gate=self._new(ring, I) if again else None,
+            replay_up=self._new(ring, I) if again else None,
+            dx=self.workspace.y,
             dw_partial=self._new(y_rows, I // 64, dtype=f32),
-            accumulators=self._new(floats, dtype=f32),
+            accumulators=self._new(floats, dtype=f32) if again else None,
             row_weight=self._new(ring, dtype=f32) if in_ring else None,
         )
 

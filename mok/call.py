@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, methodcaller, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +27,12 @@ WEIGHT_NAMES = ("gate", "up", "down")
 ROUTED = tuple(f"routed_{name}" for name in WEIGHT_NAMES)
 SHARED = tuple(f"shared_{name}" for name in WEIGHT_NAMES)
 _FACTS = attrgetter("shape", "dtype", "device")
+_ADDRESS, _CONTIGUOUS = methodcaller("data_ptr"), methodcaller("is_contiguous")
 _NONE = (None, None, None)
 # torch's own compiler allocates with these (on the current device); None in a torch without them.
 _GUARDS = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _EMPTY = {kind: getattr(_GUARDS, f"_empty_strided_{kind}", None) for kind in ("cpu", "cuda")}
+FORWARD_LEADING, SUM_LEADING = 21, 6  # arguments of the kernels that differ from call to call
 BF16, FP32, E4M3 = (torch.bfloat16,), (torch.float32,), (torch.float8_e4m3fn,)
 
 
@@ -123,6 +126,40 @@ def launch_shape(
     return launch_grid(arch, scheduling, usable, comm, tasks, pair), comm, pair
 
 
+def new_tensor(
+    device: torch.device, size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """An uninitialised tensor on the current device, which is ``device``."""
+    empty = _EMPTY.get(device.type)
+    if empty is not None and len(size) == 2:  # half the host's time of torch.empty
+        return empty(size, (size[1], 1), dtype)  # type: ignore[no-any-return]
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+MOST_KINDS = 64  # of arguments that are known: with so many numbers of tokens, begin again
+
+
+def facts_of(kind: Any, schedule: Schedule, tensors: Sequence[Any]) -> tuple[Any, list[int]]:
+    """(all that decides whether arguments are right, as a key; their addresses).
+
+    One local rank in BF16: its calls are checked once for each set of sizes. The key is None where only
+    ``Call._check`` can tell.
+
+    Args:
+        kind: of the call, hashable: what is given and for what.
+    """
+    try:
+        addresses = [*map(_ADDRESS, tensors)]
+        if not all(map(_CONTIGUOUS, tensors)):
+            return None, addresses
+        ids = schedule.top_experts[0]
+        sizes = schedule.sizes
+        facts = (kind, sizes, len(schedule.ranks), ids.shape, ids.dtype, *map(_FACTS, tensors))
+    except (AttributeError, IndexError, TypeError):
+        return None, []  # lists of several ranks, quantised weights, not a tensor
+    return (None if reduce(or_, addresses, 0) % 16 or not sizes else facts), addresses
+
+
 class Call:
     """The checked arguments of one call, and its launches."""
 
@@ -148,7 +185,7 @@ class Call:
         check_tunables(workspace, config)
         workspace.check_group()
         self.config, self.workspace, self.schedule = config, workspace, schedule
-        self.absent = workspace.counter_words.data_ptr()
+        self.absent = workspace.counter_sets.data_ptr()
         self.recompute = recompute
         self.shape, self.sizes = workspace.shape, workspace.sizes
         self.direct = self.sizes.direct
@@ -163,38 +200,18 @@ class Call:
         self.scales: list[list[Tensor | None]] = []
         given = (x, router_weights, *routed, *shared, shared_scale)
         known = workspace.known_arguments
-        facts = self._facts(given)
+        absent = tuple([t is None for t in given])
+        facts, _ = facts_of(
+            (recompute, self.limit, absent), schedule, [t for t in given if t is not None]
+        )
         if facts is not None and facts in known:
             self._take(given, len(routed))
             return
         self._check(x, router_weights, shared, routed, shared_scale)
         if facts is not None:
-            if len(known) >= 64:  # so many numbers of tokens: begin again
+            if len(known) >= MOST_KINDS:
                 known.clear()
             known.add(facts)
-
-    def _facts(self, given: Sequence[Any]) -> Any:
-        """All that decides whether arguments are right, as a key; None where only ``_check`` can tell.
-
-        One local rank in BF16: its calls are checked once for each set of sizes.
-        """
-        schedule, tensors = self.schedule, [t for t in given if t is not None]
-        try:
-            facts = (
-                self.recompute, self.limit, schedule.sizes, len(schedule.ranks),
-                schedule.top_experts[0].shape, *[t is None for t in given], *map(_FACTS, tensors),
-            )  # fmt: skip
-            addresses = 0
-            for tensor in tensors:
-                addresses |= tensor.data_ptr()
-                if not tensor.is_contiguous():
-                    return None
-        except (
-            AttributeError,
-            IndexError,
-        ):  # lists of several ranks, quantised weights, not a tensor
-            return None
-        return None if addresses % 16 or not schedule.sizes else facts
 
     def _take(self, given: tuple[Any, ...], routed: int) -> None:
         """Arguments that need no check, of one local rank."""
@@ -313,13 +330,13 @@ class Call:
     def zero_counters(self, size: int, first: Tensor | None = None) -> None:
         """Fresh counters for every local rank, before the barrier: nothing but the kernel comes after it.
 
-        ``first``: the first local rank's, where the workspace keeps them for a look from the host.
+        ``first``: the first local rank's, filled, where the workspace keeps them for a look from the host.
         """
         sets = [] if first is None else [first]
         sets += [self._new(size, dtype=torch.int32) for _ in range(len(sets), self.count)]
         self.counters = [t.data_ptr() for t in sets]
         self._counter_sets = sets  # alive until the launches are queued
-        for address in self.counters:
+        for address in self.counters[first is not None :]:
             self.workspace.heap.memory.fill(address, 0, 4 * size, self.stream)
         if self.config.trace:
             program = trace.RECOMPUTE if self.recompute else self.program
@@ -368,7 +385,7 @@ class Call:
         """
         w = self.workspace
         T, H, Is = self.tokens(i), self.shape.hidden_size, self.shape.shared_intermediate_size
-        shared_y = self._new(T, H) if Is else None
+        shared_y = self._new(T, H) if Is and not recompute else None
         gate = up = shared_gate = shared_up = None
         x_ring, x_scales = w.x_ring, w.x_scales
         if context is not None:
@@ -390,7 +407,6 @@ class Call:
         w.last_launch = plan.facts
         # The recompute kernel has no down task: any valid address will do there.
         routed, shared = [r[i] for r in self.routed], self.shared or ()
-        scales = [part[i] for part in self.scales]
         address = self._addresses
         launcher.launch(
             plan.kernel,
@@ -399,14 +415,25 @@ class Call:
             self._address(x_ring),
             *plan.buffers,
             *address(shared_y, gate, up, shared_gate, shared_up),
-            *address(*scales, *_NONE[len(scales) :], x_scales, w.hidden_scales),
-            *plan.heap,
-            self.counters[i],
-            *plan.numbers,
-            self.limit,
+            *self.constants(i, plan, self.counters[i], x_scales),
             self.stream,
         )
         return shared_y
+
+    def constants(
+        self, i: int, plan: Plan, counters: int, x_scales: Tensor | None
+    ) -> tuple[Any, ...]:
+        """The forward kernel's arguments behind the first ``FORWARD_LEADING``, without the stream."""
+        scales = [part[i] for part in self.scales]
+        return (
+            *self._addresses(
+                *scales, *_NONE[len(scales) :], x_scales, self.workspace.hidden_scales
+            ),
+            *plan.heap,
+            counters,
+            *plan.numbers,
+            self.limit,
+        )
 
     def _planned(self, key: tuple[Any, ...], make: Callable[..., Plan]) -> Plan:
         """What such a launch takes from the shape and the config: made once and kept."""
@@ -462,7 +489,7 @@ class Call:
         )
 
     def sum_forward(self, i: int, shared_y: Tensor | None) -> Tensor:
-        """out[t] = shared[t] + Σ_k w·y in fixed order."""
+        """out[t] = shared[t] + Σ_k w·y in fixed order, in the memory of ``shared_y`` if there is one."""
         w, rank = self.workspace, self.local_ranks[i]
         if self.direct:
             y = w.y.data_ptr()
@@ -476,24 +503,43 @@ class Call:
         self, i: int, rows: int, weights: Tensor | None, shared: Tensor | None, scale: Tensor | None
     ) -> Tensor:
         T, H = self.tokens(i), self.shape.hidden_size
-        out = self._new(T, H)
+        out = self._new(T, H) if shared is None else shared
         if T == 0:
             return out
         ids = self.schedule.top_experts[i]
         slots = self.schedule.ranks[i].route_row if self.direct else ids
         assert slots is not None
-        key = (i, weights is not None, shared is not None, scale is not None, slots.dtype)
-        plan = self._planned(key, self._plan_token_sum)
+        plan = self.sum_plan(i, weights, shared, scale, slots.dtype)
         launcher.launch(
             plan.kernel,
             out.data_ptr(),
             rows,
             *self._addresses(weights, shared, scale),
             slots.data_ptr(),
-            *plan.numbers,
+            *self.sum_constants(plan),
             self.stream,
         )
         return out
+
+    def sum_plan(
+        self,
+        i: int,
+        weights: Tensor | None,
+        shared: Tensor | None,
+        scale: Tensor | None,
+        slots: torch.dtype,
+    ) -> Plan:
+        key = (i, weights is not None, shared is not None, scale is not None, slots)
+        return self._planned(key, self._plan_token_sum)
+
+    @staticmethod
+    def sum_constants(plan: Plan, clear: int = 0, words: int = 0) -> tuple[int, ...]:
+        """The token sum's arguments behind the first ``SUM_LEADING``, without the stream.
+
+        ``clear``: int32 words that it sets to zero.
+        """
+        *sizes, ctas = plan.numbers
+        return (*sizes, clear, words, ctas)
 
     def _plan_token_sum(
         self, i: int, weights: bool, shared: bool, scale: bool, slots: torch.dtype
@@ -513,10 +559,7 @@ class Call:
         return Plan(self.config, get_kernel(spec), numbers)
 
     def _new(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        empty = _EMPTY.get(self.workspace.device.type)
-        if empty is not None and len(size) == 2:  # half the host's time of torch.empty
-            return empty(size, (size[1], 1), dtype)  # type: ignore[no-any-return]
-        return torch.empty(size, dtype=dtype, device=self.workspace.device)
+        return new_tensor(self.workspace.device, size, dtype)
 
     def _addresses(self, *tensors: Tensor | None) -> list[int]:
         """Addresses; a valid, aligned one for what is absent or empty (nothing reads it)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mok.errors import DeviceError, DtypeError, ResourceError, ShapeError
@@ -227,6 +227,23 @@ class Config:
                 f"({num_sms} SMs, {self.reserved_sms} reserved)",
                 "Lower num_comm_sms or reserved_sms",
             )
+
+    def compact(self, shape: Shape, precision: str = "bf16") -> Config:
+        """These tunables with less kept for backward, where rows are gathered in place (EP 1, BF16).
+
+        Gate and up of one ring of rows are kept there. A ring that holds every routing holds each expert's
+        padding, too; this one has fewer rows than the call has routes, and backward rebuilds the last rows.
+        That takes scratch, once for all layers, and a little time. Unchanged elsewhere, and for few routes.
+        """
+        tile = max(TILE_ROWS.values())
+        routes = shape.num_tokens * shape.topk
+        in_place = shape.ep_size == 1 and precision == "bf16"
+        if not in_place or routes < 2 * tile or self.macrobatch_size < routes:
+            return self
+        rows = routes - tile
+        count = min(-(-rows // self.minibatch_size), rows // tile)
+        minibatch = rows // count // tile * tile
+        return replace(self, minibatch_size=minibatch, macrobatch_size=count * minibatch)
 
     @classmethod
     def suggest(cls, shape: Shape, device: Any, precision: str = "bf16") -> Config:

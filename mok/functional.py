@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from mok import steady
 from mok.arguments import check_tensor, check_tunables, per_rank, stream_of, unwrap
 from mok.call import Call, LaunchFacts, num_sms, schedule_sizes
 from mok.config import Config, Shape
@@ -386,13 +387,22 @@ def forward(
     Raises:
         ShapeError, DtypeError, DeviceError, CapacityError, ResourceError: an argument, with the rule.
     """
+    arguments = steady.Arguments(
+        workspace, schedule,
+        (x, router_weights, routed_gate, routed_up, routed_down, shared_gate, shared_up, shared_down,
+        shared_scale), swiglu_limit, save_context,
+    )  # fmt: skip
+    if observer is None:
+        ready = steady.find(workspace, config, arguments)
+        if ready is not None:
+            return ready(workspace, schedule, arguments)
     call = Call(
         config, workspace, schedule, x, router_weights, (shared_gate, shared_up, shared_down),
         (routed_gate, routed_up, routed_down), swiglu_limit, shared_scale,
     )  # fmt: skip
     if observer is not None:
         observer.begin(config, workspace, schedule, call.given(), swiglu_limit)
-    call.zero_counters(workspace.sizes.counters.size, workspace.counter_words)
+    call.zero_counters(workspace.sizes.counters.size, workspace.turns.filled(call.stream))
     call.stage_x()
     workspace.barrier()
     context = ForwardContext.of(schedule) if save_context else None
@@ -402,6 +412,7 @@ def forward(
     workspace.check_call()
     if observer is not None:
         observer.end({"output": outputs})
+    steady.keep(call, arguments, save_context)
     return unwrap(outputs, x), context
 
 
@@ -427,7 +438,7 @@ def recompute_forward_context(
         config, workspace, schedule, x, None, (shared_gate, shared_up), (routed_gate, routed_up),
         swiglu_limit, None, recompute=True,
     )  # fmt: skip
-    call.zero_counters(workspace.sizes.counters.size, workspace.counter_words)
+    call.zero_counters(workspace.sizes.counters.size, workspace.turns.filled(call.stream))
     call.stage_x()
     workspace.barrier()
     context = ForwardContext.of(schedule)

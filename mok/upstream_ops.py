@@ -304,6 +304,8 @@ def _sum(shared: Tensor, routed: Tensor, weights: Tensor | None, topk: int) -> T
             hidden,
             topk,
             1,
+            0,
+            0,
             token_sum_ctas(tokens, hidden, _sms(shared.device)),
             stream_handle(shared.device),
         )

@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import struct
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,9 @@ class HostFunction:
         self._init = self._function(f"_mlir_{prefix}_cuda_init")
         self._prepare = self._function(f"_mlir_{prefix}_cuda_load_to_device")
 
-        # Arguments live in one buffer of 8-byte slots; a single pack_into converts and checks all.
-        count = len(types)
         self._types = types
-        layout = "<" + "".join(
-            _CODES[t] + "x" * (_SLOT - struct.calcsize(_CODES[t])) for t in types
-        )
-        self._pack = struct.Struct(layout).pack_into
-        self._buffer = ctypes.create_string_buffer(_SLOT * (count + 1))
-        start = ctypes.addressof(self._buffer)
-        self._result = ctypes.c_int32.from_address(start + _SLOT * count)
-        self._pointers = (ctypes.c_void_p * (count + 1))(
-            *(start + _SLOT * i for i in range(count + 1))
-        )
+        self._pack = _packer(types)
+        self._buffer, self._pointers, self._result = _slots(len(types))
         self._library = ctypes.c_void_p()
         self._devices: set[int] = set()
         self._lock = threading.Lock()  # one buffer: the call itself takes microseconds
@@ -112,6 +103,13 @@ class HostFunction:
         self._run(self._prepare, library, ctypes.c_int32(device), error)
         self._devices.add(device)
 
+    def repeated(self, leading: int, rest: tuple[Any, ...], device: int) -> Repeated:
+        """The call with these arguments behind the first ``leading`` ones, to be repeated on a device."""
+        if device not in self._devices:
+            with self._lock:
+                self.prepare(device)
+        return Repeated(self._launch, self._types, leading, rest)
+
     @staticmethod
     def _run(function: Any, library: Any, *values: Any) -> None:
         error = values[-1]
@@ -121,6 +119,55 @@ class HostFunction:
         function(pointers)
         if error.value:
             raise DriverError("The driver must load our device code", _runtime_error(error.value))
+
+
+class Repeated:
+    """Calls of a host function that differ in their first arguments, all Int64, and the stream.
+
+    Everything else is packed once. Calls go to the device that this was made for: it must be current.
+    """
+
+    def __init__(
+        self, launch: Any, types: tuple[str, ...], leading: int, rest: tuple[Any, ...]
+    ) -> None:
+        if any(t != "Int64" for t in types[:leading]):
+            raise CompileError(
+                f"The first {leading} arguments of a repeated call are Int64", types[:leading]
+            )
+        buffer, self._pointers, self._result = _slots(len(types))
+        _packer(types)(buffer, 0, *[0] * leading, *rest, 0)
+        self._buffer = buffer
+        self._launch = launch
+        self._pack = struct.Struct(f"<{leading}q").pack_into
+        self._pack_stream = struct.Struct("<Q").pack_into
+        self._stream_at = _SLOT * (len(types) - 1)
+        self._stream = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, stream: int, leading: Sequence[int]) -> None:
+        with self._lock:
+            self._pack(self._buffer, 0, *leading)
+            if stream != self._stream:
+                self._pack_stream(self._buffer, self._stream_at, stream)
+                self._stream = stream
+            self._launch(self._pointers)
+            error = self._result.value
+        if error:
+            raise DriverError("A kernel launch must succeed", _runtime_error(error))
+
+
+def _packer(types: tuple[str, ...]) -> Any:
+    """``pack_into`` of arguments into 8-byte slots: one call converts and checks all."""
+    layout = "<" + "".join(_CODES[t] + "x" * (_SLOT - struct.calcsize(_CODES[t])) for t in types)
+    return struct.Struct(layout).pack_into
+
+
+def _slots(count: int) -> tuple[Any, Any, Any]:
+    """A buffer for ``count`` arguments, the pointers that a host function takes, and its result."""
+    buffer = ctypes.create_string_buffer(_SLOT * (count + 1))
+    start = ctypes.addressof(buffer)
+    pointers = (ctypes.c_void_p * (count + 1))(*(start + _SLOT * i for i in range(count + 1)))
+    return buffer, pointers, ctypes.c_int32.from_address(start + _SLOT * count)
 
 
 def _runtime_error(code: int) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mok.runtime.compile import Kernel
+
+if TYPE_CHECKING:
+    from mok.runtime.hostcall import Repeated
 
 
 class Emulator(Protocol):
@@ -53,3 +56,33 @@ def launch(kernel: Kernel, *args: Any) -> None:
         (kernel.host or kernel.load())(*args)
     else:
         _emulator.launch(kernel.jit, args)
+
+
+class Prepared:
+    """A launch to be made again and again: only its first arguments and the stream change.
+
+    Costs the host a third of ``launch``, since everything else is converted once.
+
+    Args:
+        kernel: what to launch.
+        leading: how many arguments change, all of them Int64.
+        rest: the others, without the stream.
+        device: ordinal of the device that is current at every launch; unused in the emulator.
+    """
+
+    def __init__(self, kernel: Kernel, leading: int, rest: tuple[Any, ...], device: int) -> None:
+        self.kernel = kernel
+        self._arguments = leading, rest, device
+        self._repeated: Repeated | None = None
+
+    def __call__(self, stream: int, *leading: int) -> None:
+        if _watcher is not None:
+            _watcher(self.kernel)
+        if _emulator is not None:
+            _emulator.launch(self.kernel.jit, (*leading, *self._arguments[1], stream))
+            return
+        repeated = self._repeated
+        if repeated is None:
+            host = self.kernel.host or self.kernel.load()
+            repeated = self._repeated = host.repeated(*self._arguments)
+        repeated(stream, leading)

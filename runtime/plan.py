@@ -175,7 +175,13 @@ def plan_workspace(
     buffers += [
         Buffer("hidden", (ring, inner), values, "local", "SwiGLU of gate and up"),
         Buffer("y", (y_rows, hidden), "bfloat16", "local", "expert results by row"),
-        Buffer("counter_words", (counters.size,), "int32", "local", "tickets and arrivals"),
+        Buffer(
+            "counter_sets",
+            (3, -(-counters.size // 32) * 32),
+            "int32",
+            "local",
+            "tickets and arrivals",
+        ),
     ]
     if shared:
         buffers += [

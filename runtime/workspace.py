@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,6 +78,54 @@ class MinibatchState:
     y_free: tuple[int, int | None]
 
 
+class CounterTurns:
+    """Which set of counters a forward call uses, and who zeroes it.
+
+    Two sets serve in turn: a call's last kernel zeroes the one that the next call takes, so that calls which
+    follow each other need no fill. The third is filled before each use: by calls in a captured graph,
+    whose replays do not pass here, and by all others that end otherwise.
+
+    Attributes:
+        size: words of a set that are counters.
+        sets: addresses of the two.
+        used: int32 words that the last call counts in, as the host knows it.
+    """
+
+    def __init__(
+        self, words: torch.Tensor, size: int, fill: Callable[[int, int, int, int], None]
+    ) -> None:
+        self._words = tuple(words)
+        self._fill = fill
+        self.size = size
+        self.sets = (self._words[0].data_ptr(), self._words[1].data_ptr())
+        self.used = self._words[2]
+        self._zero: int | None = None  # the set that is known to be zero
+
+    def begin(self, stream: int) -> int:
+        """Take a set, of zeros for kernels that come later on this stream; its number, 0 or 1."""
+        turn = self._zero
+        if turn is None:
+            turn = 0
+            self._fill(self.sets[0], 0, 4 * self.size, stream)
+        self._zero = None  # until this call has queued the kernel that zeroes the other
+        self.used = self._words[turn]
+        return turn
+
+    def end(self, turn: int) -> None:
+        """The kernel that zeroes the other set is queued."""
+        self._zero = 1 - turn
+
+    def filled(self, stream: int) -> torch.Tensor:
+        """The third set, filled on this stream."""
+        self.used = words = self._words[2]
+        self._fill(words.data_ptr(), 0, 4 * self.size, stream)
+        return words
+
+    def forget(self) -> None:
+        """Take nothing for zero: somebody wrote to the sets."""
+        self._zero = None
+
+
 class Ring:
     """The ring's state, readable from the host while a kernel runs or hangs."""
 
@@ -129,8 +177,9 @@ class Workspace:
         sizes: the plan, with ``capacity``, ``y_rows`` and the counters' layout.
         heap: symmetric memory; ``heap.stride`` is the kernels' rank_stride.
         ids, num_tokens, x, slots: SymmetricTensor; ``.base_address`` is rank 0's, as kernels want.
-        x_ring, hidden, y, shared_hidden, counter_words, counts, totals, local_ids,
+        x_ring, hidden, y, shared_hidden, counter_sets, counts, totals, local_ids,
             rank_starts: torch tensors.
+        turns: which of the counter sets calls use.
         schedules: {rank: ScheduleBuffers} of this process' ranks.
         records: error words; ``records.wait_address(rank)`` and so on go to kernels.
         barrier: the group's device barrier; ``barrier.gate_address(rank)`` goes to kernels.
@@ -186,6 +235,7 @@ class Workspace:
         self.recorder = Recorder(self)  # of calls with Config(trace=True)
         self.known_arguments: set[Any] = set()  # what mok.call need not check again
         self.plans: dict[Any, Any] = {}  # mok.call.Plan by kind of call
+        self.steady: dict[Any, Any] = {}  # mok.steady.Steady by kinds of arguments
         self.last_launch: Any = None  # mok.functional.LaunchFacts of the last megakernel
         self.ring = Ring(self)
         self.sizes = plan_workspace(shape, config, max_tokens, self.arch, precision)
@@ -242,10 +292,22 @@ class Workspace:
                 f"{self.sizes.nbytes / 2**20:.0f} MiB: {str(error).splitlines()[0]}",
                 "Lower max_tokens or macrobatch_size.",
             ) from error
-        self.counter_words.zero_()
+        self._reset_counters()
         self.counters()  # makes the reader's stream and buffer now, not while a kernel hangs
 
-    counter_words: torch.Tensor
+    def _reset_counters(self) -> None:
+        self.counter_sets.zero_()  # for a look at them; calls may come on another stream
+        self.turns = CounterTurns(
+            self.counter_sets, self.sizes.counters.size, self.heap.memory.fill
+        )
+
+    @property
+    def counter_words(self) -> torch.Tensor:
+        """int32: the counters of the first local rank's last forward call."""
+        return self.turns.used
+
+    counter_sets: torch.Tensor
+    turns: CounterTurns
     schedules: dict[int, ScheduleBuffers]
 
     def _empty(self, buffer: Buffer) -> torch.Tensor:
@@ -279,9 +341,10 @@ class Workspace:
                 setattr(self, name, None)
         for name, tensor in made.items():
             setattr(self, name, tensor)
-        self.counter_words.zero_()
         self.shape, self.sizes = shape, sizes
+        self._reset_counters()
         self.plans.clear()
+        self.steady.clear()
         self.known_arguments.clear()
 
     def new_schedule(self, rank: int) -> ScheduleBuffers:
@@ -368,7 +431,8 @@ class Workspace:
 
     def counters(self, kernel: Literal["forward", "backward"] = "forward") -> dict[str, list[int]]:
         """The counters of a megakernel by name, as they are now, even while it runs or hangs: of the first
-        local rank's last call. Backward's are empty before its first call."""
+        local rank's last call (while a captured graph is replayed: of what was called last from the host).
+        Backward's are empty before its first call."""
         import struct
 
         self.check_open()
@@ -421,6 +485,8 @@ class Workspace:
                     setattr(self, buffer.name, None)
             self.schedules = {}
             self.plans = {}
+            self.steady = {}
+            del self.turns
             self.recorder.buffers = {}
             self._close.close()
 

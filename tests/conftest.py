@@ -56,6 +56,41 @@ def gpus() -> tuple[int, str]:
     return archs.count(found.arch), ""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not in a worker of xdist: only here is a terminal
+        config.pluginmanager.register(_FailuresAtOnce(config), "failures-at-once")
+
+
+class _FailuresAtOnce:
+    """Says in a few lines why a test failed as soon as it has: a run that is cut off has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)  # after the line with the test's name
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and terminal is not None:
+            for line in ["", *failure_lines(report)]:  # "": dots may stand on this line
+                terminal.write_line(line[:300])
+
+
+def failure_lines(report: pytest.TestReport, most: int = 12) -> list[str]:
+    """Where and why a test failed, and the end of what it printed."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = report.longreprtext if crash is None else str(crash.message)
+    where = report.nodeid if crash is None else f"{crash.path}:{crash.lineno}"
+    reason = [line for line in text.splitlines() if line.strip()]
+    if len(reason) > most:
+        reason = [*reason[: most - 3], "...", *reason[-2:]]
+    printed = [line for line in report.capstdout.splitlines() if line.strip()][-3:]
+    return [
+        f"FAILED in {report.when}: {where}",
+        *(f"E   {line}" for line in reason),
+        *(f"out {line}" for line in printed),
+    ]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, and say why."""
     if item.get_closest_marker("emulator") and importlib.util.find_spec("numba") is None:

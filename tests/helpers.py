@@ -213,6 +213,8 @@ def run_token_sum(
     arch: str | None = None,
     num_ctas: int | None = None,
     gate: Tensor | None = None,
+    clear: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """out [T, H] from y [rows, H]; exactly one of ids [T, K] and route_row [T·K] is given.
 
@@ -236,7 +238,8 @@ def run_token_sum(
         has_weights=router_weights is not None,
         has_shared_scale=shared_scale is not None,
     )
-    out = torch.full((num_tokens, hidden), torch.nan, dtype=torch.bfloat16, device=device)
+    if out is None:
+        out = torch.full((num_tokens, hidden), torch.nan, dtype=torch.bfloat16, device=device)
     if num_tokens:
         launch(
             build,
@@ -251,6 +254,8 @@ def run_token_sum(
             hidden,
             topk,
             num_experts,
+            address(clear),
+            clear.numel() if clear is not None else 0,
             token_sum_ctas(num_tokens, hidden, 4) if num_ctas is None else num_ctas,
             stream_of(device),
         )

@@ -180,6 +180,7 @@ class Layer:
     def spoil(self) -> None:
         """Fill all memory of the workspace with NaN, or nonsense where it holds integers."""
         w = self.workspace
+        w.turns.forget()
         for buffer in w.sizes:
             held = getattr(w, buffer.name, None)
             if buffer.place == "local":

@@ -62,6 +62,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="mxfp8: ours with experts in MXFP8 beside ours in BF16, and accuracy beside times. With "
         "--suite published or sweep: only this one",
     )  # fmt: skip
+    what.add_argument(
+        "--compact", action="store_true",
+        help="also ours with less kept for backward (Config.compact)",
+    )  # fmt: skip
     what.add_argument("--seed", type=int, default=0)
     peers = parser.add_argument_group("peers")
     peers.add_argument(
@@ -189,7 +193,9 @@ def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:
         # The ceiling next to ours: it is what a short budget must not leave out.
         peers.sort(key=lambda name: name != "cublas")
         ours = ["mok"] + (["mok-mxfp8"] if args.precision == "mxfp8" else [])
-        names = ours + ([f"{name}-ep{args.ep}" for name in ours] if args.ep > 1 else []) + peers
+        compact = ["mok-compact"] if args.compact else []
+        on_ranks = [f"{name}-ep{args.ep}" for name in ours] if args.ep > 1 else []
+        names = ours + compact + on_ranks + peers
         entries = [Entry(name) for name in names]
     settings = Settings(
         shapes=shapes,

@@ -184,3 +184,38 @@ def test_suggest_takes_any_device_description():
         Config.suggest(shape, torch.device("cpu"))
     with pytest.raises(MokError, match="known one"):
         Config.suggest(shape, "v100")
+
+
+def test_compact_keeps_no_more_than_the_rows_need():
+    """Gate, up and the schedule of a call take less than 4·I + 12 bytes a route, as SonicMoE's do."""
+    from mok.tools.bench.shapes import DEFAULT_SUITE
+    from mok.tools.simulator.memory import memory
+
+    for shape in (entry.shape for entry in DEFAULT_SUITE):
+        config = Config.suggest(shape, "h200")
+        compact = config.compact(shape)
+        routes = shape.num_tokens * shape.topk
+        assert routes - 2048 < compact.macrobatch_size < routes
+        assert compact.minibatch_size % 256 == 0
+        assert compact.compact(shape) == compact
+        kept = {}
+        for name, c in (("suggested", config), ("compact", compact)):
+            needed = memory(shape, c, "sm_90a")
+            kept[name] = needed["saved context"] + needed["schedule"]
+        assert kept["compact"] < routes * (4 * shape.intermediate_size + 12) < kept["suggested"]
+
+
+def test_compact_leaves_other_calls_alone():
+    config = Config(8, 8, 1024, 4096)
+    for shape in (
+        Shape(4096, 1024, 512, 8, 2, 4),  # rows pass the ring
+        Shape(100, 1024, 512, 8, 2),  # few routes
+        Shape(40000, 1024, 512, 8, 2),  # a ring smaller than that
+    ):
+        assert config.compact(shape) is config
+    assert config.compact(Shape(1000, 1024, 512, 8, 2), "mxfp8") is config
+    assert config.compact(Shape(1000, 1024, 512, 8, 2)).macrobatch_size == 1536
+    for tokens in range(256, 3000, 7):  # always a configuration
+        routes = 2 * tokens
+        found = Config(8, 8, 256, 8192).compact(Shape(tokens, 1024, 512, 8, 2))
+        assert routes // 2 - 256 <= found.macrobatch_size < routes

@@ -74,9 +74,9 @@ def test_few_python_calls(monkeypatch):
             print(f"{1e4 * (time.thread_time() - start):.0f} us of the host a call")
     finally:
         set_active_emulator(before)
-    assert stats.total_calls / 100 < 320
+    assert stats.total_calls / 100 < 60
     built = [name for _, _, name in stats.stats if "empty" in name]
-    assert sum(stats.stats[k][0] for k in stats.stats if k[2] in built) / 100 <= 3
+    assert sum(stats.stats[k][0] for k in stats.stats if k[2] in built) / 100 <= 1
     slow = ("_refuse_tensor", "__post_init__", "check", "_getattr_")
     assert not [k for k in stats.stats if k[2] in slow], "validated what had been validated"
 
@@ -143,4 +143,4 @@ def test_forward_costs_the_host_60_us():
             profile.disable()
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
             torch.cuda.synchronize()
-    assert cost <= 60e-6
+    assert cost <= 60e-6, f"{cost * 1e6:.1f} us"

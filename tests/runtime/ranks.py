@@ -5,6 +5,7 @@ Processes come from a fork server that has imported torch once, since that impor
 
 import contextlib
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -14,10 +15,26 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed", "mok.runtime.heap"])
 
 
-def _main(function, rank, size, folder, timeout_s, pipe, arguments):
+_FOLLOWS = ("MOK_CACHE_DIR",)  # the fork server has the environment of the test that began it
+
+
+def _environment():
+    return {name: os.environ.get(name) for name in _FOLLOWS}
+
+
+def _follow(environment):
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _main(function, rank, size, folder, timeout_s, pipe, environment, arguments):
     import torch
     import torch.distributed as dist
 
+    _follow(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
@@ -43,7 +60,16 @@ def start(function, size, folder, *arguments, timeout_s=30.0, absent=()):
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_main,
-                args=(function, rank, size, str(folder), timeout_s, theirs, arguments),
+                args=(
+                    function,
+                    rank,
+                    size,
+                    str(folder),
+                    timeout_s,
+                    theirs,
+                    _environment(),
+                    arguments,
+                ),
             )
             process.start()
             theirs.close()
@@ -51,9 +77,10 @@ def start(function, size, folder, *arguments, timeout_s=30.0, absent=()):
     return started
 
 
-def _call(function, pipe, arguments):
+def _call(function, pipe, environment, arguments):
     import torch
 
+    _follow(environment)
     torch.set_num_threads(1)
     try:
         pipe.send(("ok", function(*arguments)))
@@ -61,18 +88,17 @@ def _call(function, pipe, arguments):
         pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
-def call(work, folder):
-    """{key: result as ``collect`` gives it} of functions that run in processes without a group:
-    ``work`` is {key: (function, *arguments)}."""
+def start_apart(work, folder):
+    """As ``start``, without a group: ``work`` is {key: (function, *arguments)}."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     started = {}
     for key, (function, *arguments) in work.items():
         ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_call, args=(function, theirs, arguments))
+        process = _context.Process(target=_call, args=(function, theirs, _environment(), arguments))
         process.start()
         theirs.close()
         started[key] = (process, ours)
-    return collect(started)
+    return started
 
 
 def collect(started, limit_s=120.0):

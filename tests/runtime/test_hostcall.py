@@ -149,6 +149,43 @@ def test_bad_arguments_never_reach_a_launch(run):
     assert "takes 4 arguments" in errors[3][1] and "3 given" in errors[3][1]
 
 
+PREPARED = SCALE + "from mok.runtime.launch import Prepared\np = Prepared(k, 1, (300, 1.5), 2)\n"
+
+
+def test_a_prepared_launch_changes_its_first_arguments_and_stream(run):
+    body = PREPARED + (
+        "p(0, 0x1234567890)\n"
+        "p(77, 64)\n"
+        "k(16, 1, 0.5, 5)\n"  # has a buffer of its own
+        "p(77, 80)\n"
+        "p(0, 96)\n"
+    )
+    launches = [(e[5], *e[6:]) for e in run(body) if e[0] == "launch"]
+    assert launches == [
+        (0, 0x1234567890, 300, 1.5), (77, 64, 300, 1.5), (5, 16, 1, 0.5), (77, 80, 300, 1.5),
+        (0, 96, 300, 1.5),
+    ]  # fmt: skip
+    assert [e for e in run(body) if e[0] == "prepare"] == [["prepare", 2], ["prepare", 0]]
+
+
+def test_a_prepared_launch_that_fails_raises(run):
+    body = PREPARED + (
+        "p(0, 64)\n"
+        "library.mok_standin_fail(9)\n"
+        "try: p(0, 64)\n"
+        "except Exception as e: events.append([type(e).__name__, str(e)])\n"
+        "library.mok_standin_fail(0)\n"
+        "p(0, 64)\n"
+        "try: Prepared(k, 2, (1.5,), 0)(0, 64, 300)\n"
+        "except Exception as e: events.append([type(e).__name__, str(e)])\n"
+    )
+    events = run(body)
+    errors = [e for e in events if e[0].endswith("Error")]
+    assert errors[0][0] == "DriverError" and "error 9" in errors[0][1]
+    assert errors[1][0] == "CompileError" and "Int64" in errors[1][1]
+    assert sum(e[0] == "launch" for e in events) == 3
+
+
 def test_a_failed_launch_raises(run):
     body = SCALE + (
         "library.mok_standin_fail(9)\n"

@@ -11,6 +11,7 @@ from mok.tools.bench import results
 
 COLORS = {
     "mok": "#1b6ca8",
+    "mok-compact": "#5aa0d8",
     "mok-mxfp8": "#2f9e6e",
     "sonic": "#d1802c",
     "flashinfer": "#4b8b3b",

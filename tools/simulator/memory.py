@@ -18,8 +18,9 @@ def memory(shape: Shape, config: Config, arch: str, precision: str = "bf16") -> 
     The workspace is sized by ``runtime.plan``. The context (per layer and call) and backward's
     scratch come from torch's allocator with the shapes that ``mok.saved`` and ``mok.backward_call``
     document: context x [ring, H], gate and up [ring, I], shared gate and up [T, Is]; scratch
-    5 × [ring, I], dx [dx rows, H], FP32 [dx rows, I/64], two accumulators, and in a ring x and dy
-    [ring, H] and FP32 [ring]; of a shared expert 3 × [T, Is], dx [T, H] and FP32 [T, Is/64].
+    2 × [ring, I], FP32 [dx rows, I/64], in a ring dy [ring, H] and FP32 [ring]; where a
+    call may have a second macrobatch 2 × [ring, I], two accumulators, in a ring x [ring, H]; of a shared
+    expert 3 × [T, Is], dx [T, H] and FP32 [T, Is/64].
 
     In MXFP8 scratch has copies along the tokens, 2 × [ring, H] and 2 × [ring, I], and both orientations of
     the routed weights lie beside the BF16 masters. With block-scaled MMAs x, dy, the gradients of gate and
@@ -38,9 +39,12 @@ def memory(shape: Shape, config: Config, arch: str, precision: str = "bf16") -> 
     value = MXFP8 if sizes.scaled else BF16
     weights = BF16 * (routed + 3 * h * shared)
     context = BF16 * (2 * ring * i + 2 * tokens * shared) + value * ring * h * in_ring
-    rows_in = in_ring * (2 + 2 * mxfp8) * h + (3 + 2 * mxfp8) * i  # quantised in MXFP8
-    scratch = BF16 * (2 * ring * i + rows * h) + value * ring * rows_in + FP32 * ring * in_ring
-    scratch += FP32 * (rows * i // 64 + 2 * program.group_tasks * tile.m * tile.down_n)
+    again = ring < sizes.capacity
+    rows_in = in_ring * (1 + again + 2 * mxfp8) * h + (2 + 2 * mxfp8) * i  # quantised in MXFP8
+    scratch = BF16 * again * 2 * ring * i + value * ring * rows_in
+    scratch += sizes.scaled * ring * i // 32  # the scales of w·hidden
+    scratch += FP32 * (ring * in_ring + rows * i // 64)
+    scratch += FP32 * again * 2 * program.group_tasks * tile.m * tile.down_n
     shared_scratch = 0
     if shared:
         shared_scratch = tokens * (BF16 * (3 * shared + h) + FP32 * shared // 64)

@@ -109,6 +109,12 @@ def test_both_precisions_in_one_run_with_their_accuracy(capsys):
     assert cli.main(["bench", *fast, "--precision", "mxfp8", "--sweep", "minibatch"]) == 2
 
 
+def test_ours_with_less_kept_beside_ours(capsys):
+    code, found = document(capsys, *FAST, "--peers", "none", "--compact")
+    assert code == 0 and {r["program"] for r in found["rows"]} == {"mok", "mok-compact", "cublas"}
+    assert all(entry["ok"] for entry in found["bits"])
+
+
 def test_sizes_that_mxfp8_cannot_have_are_named(capsys):
     code, found = document(capsys, *FAST, "--peers", "none", "--precision", "mxfp8")
     assert code == 1 and [m["program"] for m in found["missing"]] == ["mok-mxfp8"]

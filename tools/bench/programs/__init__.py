@@ -10,6 +10,7 @@ from mok.tools.bench.work import Work
 
 PROGRAMS = {
     "mok": "ours:MokProgram",
+    "mok-compact": "ours:MokProgram",
     "mok-mxfp8": "ours:MokProgram",
     "torch": "torch_grouped:TorchProgram",
     "sonic": "sonic:SonicProgram",

@@ -63,6 +63,8 @@ class MokProgram(Program):
             max(tokens), full.hidden_size, full.intermediate_size, full.num_experts, full.topk, ep
         )
         self.config = config or self._suggest(shape)
+        if "compact" in self.name:
+            self.config = self.config.compact(shape, self.precision)
         before = _allocated(device)
         self.workspace = functional.create_workspace(
             self.config,

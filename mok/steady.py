@@ -1,0 +1,177 @@
+"""A forward call like an earlier one: the same kinds of arguments at other addresses.
+
+In training and inference nearly every call is one. What its launches take from shapes and config is then
+packed already, its arguments need no check but that they are of the kind that was checked, and its
+counters were zeroed by the call before. One local rank in BF16; everything else is a ``mok.call.Call``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mok.arguments import stream_of
+from mok.call import FORWARD_LEADING, MOST_KINDS, SUM_LEADING, Call, facts_of, new_tensor, num_sms
+from mok.config import Config
+from mok.runtime.launch import Prepared
+from mok.saved import ForwardContext, Schedule
+
+if TYPE_CHECKING:
+    from mok.runtime.workspace import Workspace
+
+
+class Arguments:
+    """Those of ``functional.forward``, and what they are the key to."""
+
+    __slots__ = ("addresses", "facts", "given", "stream")
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        schedule: Schedule,
+        given: tuple[Any, ...],
+        limit: float | None,
+        save: bool,
+    ) -> None:
+        """``given``: x, router weights, three routed and three shared weights, shared_scale."""
+        self.given = given
+        gated = given[8] is not None
+        shared = given[5] is not None or given[6] is not None or given[7] is not None
+        tensors = given[: 8 if shared else 5] + (given[8:] if gated else ())
+        kind = (save, shared, gated, None if limit is None else float(limit))
+        self.facts, self.addresses = facts_of(kind, schedule, tensors)
+        self.stream = stream_of(workspace)
+
+
+def find(workspace: Workspace, config: Config, arguments: Arguments) -> Steady | None:
+    """What can serve this call; None: a ``Call`` must."""
+    found: Steady | None = workspace.steady.get(arguments.facts)
+    if found is None or found.config is not config or found.sms != num_sms(workspace):
+        return None
+    # A graph's replays do not take turns with the counters. Torch cannot capture the default stream.
+    if arguments.stream and torch.cuda.is_current_stream_capturing():
+        return None
+    return found
+
+
+def keep(call: Call, arguments: Arguments, save: bool) -> None:
+    """Serve calls like this one, which has succeeded, from now on."""
+    known = call.workspace.steady
+    plain = call.count == 1 and not call.mxfp8 and not call.config.trace
+    if arguments.facts is None or not plain or not all(arguments.addresses):
+        return
+    if len(known) >= MOST_KINDS:
+        known.clear()
+    known[arguments.facts] = Steady(call, save)
+
+
+class Steady:
+    """The launches of one kind of call.
+
+    Args:
+        call: one of this kind; its tensors are not kept.
+        save: contexts are saved.
+    """
+
+    def __init__(self, call: Call, save: bool) -> None:
+        w = call.workspace
+        self.config, self.sms = call.config, num_sms(w)
+        self.direct, self.save, self.absent = call.direct, save, call.absent
+        self.ring, self.tokens = call.ring, call.tokens(0)
+        shape = call.shape
+        self.hidden, self.inner = shape.hidden_size, shape.intermediate_size
+        self.shared_inner = shape.shared_intermediate_size
+        self.gated = call.shared_scale is not None
+        plan = call._planned((0, save, False), call._plan_forward)
+        self.facts, self.buffers = plan.facts, plan.buffers
+        self.x_ring = call._address(w.x_ring)
+        self.staged: Tensor | None = None  # x in the symmetric heap
+        if self.direct:
+            self.rows = w.y.data_ptr()
+        else:
+            assert w.slots is not None and w.x is not None
+            rank = call.local_ranks[0]
+            self.rows = w.slots.address(rank)
+            self.staged = w.x.peer(rank)[: self.tokens]
+        ordinal = w.device.index or 0
+        turns = w.turns
+        self.kernels = [
+            Prepared(
+                plan.kernel,
+                FORWARD_LEADING,
+                call.constants(0, plan, counters, w.x_scales),
+                ordinal,
+            )
+            for counters in turns.sets
+        ]
+        shared_y = call.x[0] if self.shared_inner else None  # whether there is one is what counts
+        scale = call.shared_scale[0] if call.shared_scale is not None else None
+        ids = call.schedule.top_experts[0].dtype
+        total = call.sum_plan(
+            0, call.weights[0], shared_y, scale, torch.int32 if self.direct else ids
+        )
+        # The sum of a call that counts in one set zeroes the other.
+        self.sums = [
+            Prepared(
+                total.kernel, SUM_LEADING, call.sum_constants(total, other, turns.size), ordinal
+            )
+            for other in reversed(turns.sets)
+        ]
+
+    def __call__(
+        self, workspace: Workspace, schedule: Schedule, arguments: Arguments
+    ) -> tuple[Tensor, ForwardContext | None]:
+        """As ``functional.forward``."""
+        w, stream, device = workspace, arguments.stream, workspace.device
+        w.check_open()
+        w.check_group()
+        x, weights, *matrices = arguments.addresses
+        scale = matrices.pop() if self.gated else self.absent
+        ranks, absent = schedule.ranks[0], self.absent
+        turn = w.turns.begin(stream)
+        if self.staged is not None and x != self.staged.data_ptr():
+            self.staged.copy_(arguments.given[0], non_blocking=True)
+        w.barrier()
+        out = new_tensor(device, (self.tokens, self.hidden))
+        # The shared expert's result: the sum is written over it.
+        shared = out.data_ptr() if self.shared_inner else absent
+        if not self.shared_inner:
+            matrices += absent, absent, absent
+        context = None
+        saved, x_ring = (absent, absent, absent, absent), self.x_ring
+        if self.save:
+            context = ForwardContext.of(schedule)
+            x_ring, saved = self._save(context, device)
+        w.last_launch = self.facts
+        self.kernels[turn](
+            stream, x, *matrices, *ranks.addresses, x_ring, *self.buffers, shared, *saved
+        )
+        w.barrier()
+        slots = ranks.route_row if self.direct else schedule.top_experts[0]
+        assert slots is not None
+        self.sums[turn](stream, out.data_ptr(), self.rows, weights, shared, scale, slots.data_ptr())
+        w.turns.end(turn)
+        w.check_call()
+        return out, context
+
+    def _save(
+        self, context: ForwardContext, device: torch.device
+    ) -> tuple[int, tuple[int, int, int, int]]:
+        """Memory for what is saved: the addresses of the ring and of gate and up, routed and shared."""
+        gate = new_tensor(device, (self.ring, self.inner))
+        up = new_tensor(device, (self.ring, self.inner))
+        x_ring = None if self.direct else new_tensor(device, (self.ring, self.hidden))
+        shared_gate = shared_up = None
+        addresses = (gate.data_ptr(), up.data_ptr(), self.absent, self.absent)
+        if self.shared_inner:
+            shared_gate = new_tensor(device, (self.tokens, self.shared_inner))
+            shared_up = new_tensor(device, (self.tokens, self.shared_inner))
+            addresses = (*addresses[:2], shared_gate.data_ptr(), shared_up.data_ptr())
+        context.x_routed.append(x_ring)
+        context.gate_routed.append(gate)
+        context.up_routed.append(up)
+        context.gate_shared.append(shared_gate)
+        context.up_shared.append(shared_up)
+        return self.x_ring if x_ring is None else x_ring.data_ptr(), addresses
