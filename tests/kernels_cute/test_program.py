@@ -1,5 +1,6 @@
 """The task program covers all work once, and every wait is on earlier work."""
 
+import random
 from collections import Counter
 from itertools import zip_longest
 
@@ -119,15 +120,7 @@ def test_decoders_follow_the_total_order(p):
     assert where == sorted(where)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    programs(),
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.booleans(),
-    st.randoms(use_true_random=False),
-)
-def test_runs_to_the_end_with_few_workers(p, compute, comm, pairs, rng):
+def run_to_the_end(p, compute, comm, pairs, rng):
     """A greedy machine with in-order workers finishes, for any order in which workers move.
 
     With ``pairs`` a compute worker's ticket is two tasks: side by side both must be able to run at once.
@@ -191,6 +184,27 @@ def test_runs_to_the_end_with_few_workers(p, compute, comm, pairs, rng):
                 signals = p.tile.signals if worker[0] == "compute" else 1
                 done[signal[kind], block if kind in ("up", "shared_up") else s] += signals
         held[worker] = later or draw(worker[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    programs(),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_runs_to_the_end_with_few_workers(p, compute, comm, pairs, rng):
+    run_to_the_end(p, compute, comm, pairs, rng)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_small_rings_run_with_one_worker(slots, pairs):
+    """Whatever the random ones above happen to hold."""
+    for ahead in (1, 2, 100):
+        p = Forward(128 * 5, 0, 64, 64 * 4, 0, 128, 128 * slots, Tile(), ahead=ahead)
+        run_to_the_end(p, 1, 1, pairs, random.Random(0))
 
 
 @settings(max_examples=60, deadline=None)
