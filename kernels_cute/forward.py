@@ -50,7 +50,7 @@ class ForwardKernel(ForwardRoles):
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
         carry: comm workers use bulk copies. Changes no bit.
-        ahead: tasks of the next minibatch's up before a minibatch's down, in ring builds. Changes no bit.
+        ahead: tasks of the next minibatch's up before a minibatch's down, in BF16 ring builds. Changes no bit.
         comm_m: rows of a comm item, 64, or 128 where they are carried in BF16. Changes no bit.
 
     Raises:

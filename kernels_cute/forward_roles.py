@@ -139,7 +139,7 @@ class ForwardRoles(MegaKernel):
             tile=self.tile,
             ops=DSL,
             recompute=self.recompute,
-            ahead=0 if self.direct else self.ahead,
+            ahead=0 if self.direct or self.mxfp8 else self.ahead,
         )
 
     @cute.jit

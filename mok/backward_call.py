@@ -244,7 +244,7 @@ class BackwardCall(Call):
             self.config.minibatch_size,
             self.ring,
             stride,
-            0 if self.sizes.direct else AHEAD,
+            0 if self.sizes.direct or self.mxfp8 else AHEAD,
             self.stream,
         )
         return tables, groups, counts, stride, most

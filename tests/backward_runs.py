@@ -398,7 +398,7 @@ class _Rank:
             block_expert=self.rows_of["block_expert"],
             table_stride=self.entries,
             hidden=run.hidden,
-            ahead=0 if run.direct else AHEAD,
+            ahead=0 if run.direct or run.mxfp8 else AHEAD,
             **arrays,
             **self.sizes(),
         )

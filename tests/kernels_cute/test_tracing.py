@@ -107,7 +107,7 @@ def check_trace(found, layer, rank, recompute=False):
         shared_intermediate=shape.shared_intermediate_size or 0,
         minibatch=config.minibatch_size, macrobatch=w.sizes.ring,
         tile=program.Tile(m=tile, group_m=machine_of(w.arch).group_m), recompute=recompute,
-        ahead=0 if w.sizes.direct else program.AHEAD,
+        ahead=0 if w.sizes.direct or w.precision == "mxfp8" else program.AHEAD,
     )  # fmt: skip
     assert found.lost == 0
     compute = {e.ticket: e for e in found.events if e.role == "compute"}
@@ -218,7 +218,7 @@ def check_backward(found, layer, rank):
         shared_intermediate=shape.shared_intermediate_size or 0,
         experts=len(shape.experts_on(rank)), minibatch=config.minibatch_size,
         macrobatch=w.sizes.ring, tile=bw.backward_tile(machine_of(w.arch)),
-        ahead=0 if w.sizes.direct else program.AHEAD,
+        ahead=0 if w.sizes.direct or w.precision == "mxfp8" else program.AHEAD,
     )  # fmt: skip
     p = bw.Backward(**arguments)
     offsets = schedule.expert_offset[: len(shape.experts_on(rank)) + 1]

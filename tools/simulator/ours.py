@@ -55,7 +55,7 @@ class ForwardWork:
             tile=self.costs.tile,
             ops=ops,
             recompute=self.recompute,
-            ahead=int(self.costs.table["ahead"]) if self.ring else 0,
+            ahead=self.costs.ahead,
         )
 
     def work(self) -> Work:

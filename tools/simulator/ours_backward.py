@@ -52,7 +52,7 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         minibatch=config.minibatch_size,
         macrobatch=config.macrobatch_size,
         tile=costs.tile,
-        ahead=0 if scenario.direct else int(costs.table["ahead"]),
+        ahead=costs.ahead,
     )
     p = bw.Backward(**arguments, ops=bw.PY)
     decoder = bw.Backward(**arguments, ops=NumpyOps)
