@@ -190,14 +190,15 @@ def _in_kernel(group, direction, limit_s, progress):
         drawn = tickets(layer) - 16
         begin = call(layer)
         if group.rank == VICTIM:
-            running, seen = True, []
+            running, seen = True, [drawn]
             while running:
                 running = not torch.cuda.current_stream().query()
-                # Before its first task stand zeros, or the earlier call's count.
                 seen.append(tickets(layer))
-                if running and max(1, progress * drawn) <= seen[-1] < drawn:
+                # It grows: what stood there before the call did not.
+                grows = 0 <= seen[-2] < seen[-1] < drawn
+                if running and grows and seen[-1] >= progress * drawn:
                     os.kill(os.getpid(), signal.SIGKILL)
-            return f"the kernel ended in {healthy_s} s, seen at {seen} of {drawn}", 0.0, False
+            return f"the kernel ended in {healthy_s} s, seen at {seen[-9:]} of {drawn}", 0.0, False
         try:
             layer.finish()
             text = "nothing"
