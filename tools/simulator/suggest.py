@@ -27,7 +27,7 @@ COARSE = (
 )  # the curve has several minima: first all over, then beside the best
 MINIBATCHES = 16  # of the call that is simulated: enough for the steady state to decide
 TIE = 0.01
-"""Numbers that the model finds equal: of these the largest is taken, since too few comm SMs cost more than too many.
+"""Numbers that the model finds equal: of these the largest is taken, since too few cost more than too many.
 Two H200s, DeepSeek-V3 forward: 556 TFLOP/s with 6, 581 with 8, which the model thinks 0.5 % slower."""
 NAMES: tuple[tuple[Direction, str], ...] = (
     ("forward", "fwd_num_comm_sms"),
