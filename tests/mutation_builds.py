@@ -14,6 +14,7 @@ Few stages, so that each is filled again and again. The cases of a build differ 
     odd      five row blocks in a minibatch and two clusters: whoever reads a block is not who wrote it
     comm     more comm workers than items of a minibatch: who pushes it does not fetch the next
     crossing experts of several macrobatches, more clusters than tasks of one
+    mates    several row blocks of an expert in a minibatch: the CTAs of a pair share the B of routed tasks
 """
 
 from __future__ import annotations
@@ -273,6 +274,7 @@ BUILDS: dict[str, Build] = {
         Forward(IDLE, 1, 12, 12, 4, "one_expert"),
         Forward(LATE, 2, 10, 10, 2),
         Forward(MANY, 8, 8, 8, 2, minibatch=8),
+        Forward(HALF_SHARED, 4, 8, 8, 4, minibatch=4),
         pair=True,
     ),
     "hopper-pair-direct": ForwardBuild(
