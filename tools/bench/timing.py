@@ -81,12 +81,13 @@ class Regime:
     """How long a window is.
 
     Attributes:
-        warm_ms: run before the window, so that clock and power settle.
+        warm_ms: run before the window, so that clock and power settle. An H200's power limit strikes after about
+            100 ms of load, for another 200 (docs/measurements/h200.md).
         run_ms: length of the window.
         min_calls, max_calls: bounds of the calls in a window.
     """
 
-    warm_ms: float = 150.0
+    warm_ms: float = 400.0
     run_ms: float = 300.0
     min_calls: int = 3
     max_calls: int = 200_000

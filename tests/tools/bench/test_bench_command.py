@@ -236,7 +236,7 @@ def test_what_runs_on_a_gpu_by_default(monkeypatch, tmp_path):
     names = [e.name for e in found.settings.entries]
     assert names == ["mok", "mok-ep4", "cublas", "torch", "sonic", "flashinfer"]
     assert len(found.settings.shapes) == 8 and found.settings.phases
-    assert (found.settings.regime.warm_ms, found.settings.regime.run_ms) == (150, 300)
+    assert (found.settings.regime.warm_ms, found.settings.regime.run_ms) == (400, 300)
     quick = prepared(monkeypatch, tmp_path, "--quick").settings
     assert (len(quick.shapes), quick.rounds, quick.phases) == (2, 2, False)
 
