@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,55 +40,87 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     from mok.processes import launched
+    from mok.tools.bench.results import make_folder
     from mok.tools.bringup import report
     from mok.tools.bringup.ladder import Climb
     from mok.tools.bringup.rungs import ladder, part
 
-    arch, num_gpus = _arch(args), 1
+    injected = faults(args.inject)
+    if not (math.isfinite(args.limit_scale) and args.limit_scale > 0):
+        raise MokError("--limit-scale must be a number above 0", args.limit_scale)
+    folder = Path(args.out)
+    if launched():
+        folder /= f"rank{os.environ['RANK']}"
+    try:
+        arch = _arch(args)
+    except DeviceError as error:
+        if not (args.list or args.emulate):
+            make_folder(folder)
+            path = report.write(report.without_gpu(args.arch or "", error), folder)
+            progress.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+        raise
     rungs = part(ladder(arch, launched()), args.first, args.last)
     if args.list:
         checks = [{"name": r.name, "ok": True, "found": r.title, "remedy": "", "proves": r.proves,
                    "state": "listed"} for r in rungs]  # fmt: skip
         return {"arch": arch, "checks": checks, "failure": None, "report": None}
+    make_folder(folder)
+    num_gpus = 1
     if not args.emulate:
         from mok.runtime.device import device_count
 
         num_gpus = device_count()
-    folder = Path(args.out)
-    if launched():
-        folder /= f"rank{os.environ['RANK']}"
-    folder.mkdir(parents=True, exist_ok=True)
 
     def say(text: str) -> None:
         progress.print(text, markup=False, highlight=False, soft_wrap=True)
 
     document = report.head(arch, args.emulate)
     climb = Climb(
-        rungs, arch, args.emulate, folder.resolve(), num_gpus, faults(args.inject),
+        rungs, arch, args.emulate, folder.resolve(), num_gpus, injected,
         args.limit_scale, args.seed, say=say,
     )  # fmt: skip
     document["checks"], document["failure"] = climb.checks, None
     try:
-        climb.run()
+        with _sigterm_raises():
+            climb.run()
     finally:
         document["failure"] = climb.failure
         document["report"] = str(report.write(document, folder))
     return document
 
 
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM as an exception: where one rank fails, torchrun and Slurm end the others by it, and their rungs'
+    processes must end, too, and their reports be written."""
+
+    def stop(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the report must be written first
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def faults(given: list[str]) -> dict[str, str]:
     """Faults by rung, from RUNG=KIND (KIND "wrong" by default).
 
     Raises:
-        MokError: no such kind.
+        MokError: no such kind, or no such rung.
     """
     from mok.tools.bringup.context import FAULTS
+    from mok.tools.bringup.rungs import RUNGS
 
     found = {}
     for text in given:
         rung, _, kind = text.partition("=")
         if (kind or "wrong") not in FAULTS:
             raise MokError(f"a fault must be one of {', '.join(FAULTS)}", repr(kind))
+        if rung not in [r.name for r in RUNGS]:
+            raise MokError("a fault must be in a known rung", repr(rung))
         found[rung] = kind or "wrong"
     return found
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from mok.errors import MokError
 
 Row = dict[str, Any]
 OURS = "mok"
@@ -24,6 +28,23 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder for results, and try it before there are any.
+
+    Raises:
+        MokError: nothing can be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise MokError(
+            "the folder for results must be writable", f"{path}: {error.strerror}",
+            "Name another one with --out",
+        ) from error  # fmt: skip
 
 
 def row_key(row: Row) -> tuple[Any, ...]:

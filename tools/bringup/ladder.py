@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -68,7 +69,7 @@ Executor = Callable[[Start], Ending]
 
 
 def in_process_group(start: Start) -> Ending:
-    """Run a rung in a process group of its own, and end the group at the limit."""
+    """Run a rung in a process group of its own, and end it and its ranks at the limit."""
     command = [sys.executable, "-m"]
     if start.ranks > 1:
         run = ["--standalone", "--nproc-per-node", str(start.ranks)]
@@ -105,11 +106,28 @@ def _environment(start: Start) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(GRACE_S)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
-        pass  # gone already, or held by the driver: the report matters more
+    """End a rung's process and all that it started: torchrun's ranks have sessions of their own."""
+    for pid in (process.pid, *descendants(process.pid)):
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)  # or the driver holds it: the report matters more
+
+
+def descendants(pid: int) -> list[int]:
+    """The process' children and theirs, as Linux knows them."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # gone meanwhile
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found, left = [], [pid]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found
 
 
 @dataclass
@@ -141,19 +159,40 @@ class Climb:
     failure: dict[str, Any] | None = None
 
     def run(self) -> None:
-        """Climb until a rung fails. Rungs above it are listed as not run."""
+        """Climb until a rung fails. Rungs above it are listed as not run.
+
+        What ends this process (an interrupt, SIGTERM as the command takes it) counts as a failure of the
+        rung that runs, and goes on.
+        """
         for rung in self.rungs:
             if self.failure is not None:
                 self.checks.append(_check(rung, "not run", "", 0.0, 0.0))
                 continue
             start = self._start(rung, self.emulate)
             self.say(f"{rung.name}: {rung.title} (at most {start.limit_s:.0f} s) …")
-            ending = self.executor(start)
+            begin = time.monotonic()
+            try:
+                ending = self.executor(start)
+            except (KeyboardInterrupt, SystemExit):
+                self._stopped(start, time.monotonic() - begin)
+                raise
             check = self._read(start, ending)
             self.checks.append(check)
             self.say(f"{rung.name}: {check['state']}, {ending.seconds:.1f} s. {check['found']}")
             if not check["ok"]:
-                self.failure = self._failed(start, check)
+                self._failed(start, check)
+                if not self.emulate:
+                    self._compare(rung)
+
+    def _stopped(self, start: Start, seconds: float) -> None:
+        """Note that the climb ends here, from outside."""
+        doing = _doing(notes.read(start.paths()[0]))
+        found = f"stopped from outside after {seconds:.0f} s; {doing}"
+        check = _check(start.rung, "stopped", found, seconds, start.limit_s)
+        self.checks.append(check)
+        self._failed(start, check)
+        above = self.rungs[self.rungs.index(start.rung) + 1 :]
+        self.checks += [_check(rung, "not run", "", 0.0, 0.0) for rung in above]
 
     def _start(self, rung: Rung, emulate: bool, fault: bool = True) -> Start:
         limit = rung.emulated_limit_s if emulate else rung.limit_s
@@ -190,8 +229,8 @@ class Climb:
         check["kernels"] = [_facts(e) for e in every[0] if e["event"] == "kernel"]
         return check
 
-    def _failed(self, start: Start, check: dict[str, Any]) -> dict[str, Any]:
-        """What the report says about the failure, the emulator's result for the same inputs included."""
+    def _failed(self, start: Start, check: dict[str, Any]) -> None:
+        """Note what the report says about the failure."""
         self.say("collecting the report …")
         every = [notes.read(path) for path in start.paths()]
         guilty = next((e for e in every if _state(e) in ("failed", None)), every[0])
@@ -202,7 +241,7 @@ class Climb:
         launches = [e["name"] for e in guilty if e["event"] == "launch"]
         last = launches[-1] if launches else None
         failing = next((k for k in kernels if k["name"] == last), None)
-        failure: dict[str, Any] = {
+        self.failure = {
             "rung": start.rung.name,
             "state": check["state"],
             "found": check["found"],
@@ -212,12 +251,13 @@ class Climb:
             "counters": [_facts(e) for e in guilty if e["event"] == "counters"][-3:],
             "values": [_facts(e) for e in guilty if e["event"] == "value"][-24:],
             "log": _tail(start.log()),
+            "emulated": None,
         }
-        failure["emulated"] = None if self.emulate else self._emulated(start.rung, failure)
-        return failure
 
-    def _emulated(self, rung: Rung, failure: dict[str, Any]) -> dict[str, Any]:
-        """The same rung, with the same inputs, in the emulator."""
+    def _compare(self, rung: Rung) -> None:
+        """Add to the failure what the emulator has for the same rung with the same inputs."""
+        failure = self.failure
+        assert failure is not None
         start = self._start(rung, emulate=True, fault=False)
         self.say(f"the same inputs in the emulator (at most {start.limit_s:.0f} s) …")
         ending = self.executor(start)
@@ -235,7 +275,7 @@ class Climb:
         same = None
         if kernel is not None and kernel["name"] in ours:
             same = ours[kernel["name"]] == kernel["ptx_sha256"]
-        return {
+        failure["emulated"] = {
             "state": check["state"],
             "found": check["found"],
             "seconds": ending.seconds,
@@ -289,6 +329,8 @@ def _exit(code: int) -> str:
 def _remedy(state: str) -> str:
     if state == "timed out":
         return "A wait that never ended, or a slow machine: see counters, or raise --limit-scale"
+    if state == "stopped":
+        return "Under torchrun another rank failed first: see the reports of the others"
     return "Send the report's folder; docs/blackwell-first-hour.md says where to look meanwhile"
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +86,69 @@ def test_processes_hold_hang_and_die(tmp_path):
     assert "signal SIGABRT" in climb.failure["found"]
 
 
+def running(folder):
+    """Rungs' processes that work for this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            words = path.read_bytes().decode().split("\0")
+            if "mok.tools.bringup.child" in words and any(str(folder) in word for word in words):
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.emulator
+def test_the_ranks_of_a_tray_that_hangs_end_with_it(tmp_path):
+    """torchrun gives each a session of its own: left alone, they would keep their GPUs."""
+    climb = Climb(
+        rungs("tray", "tray"), "sm_100a", True, tmp_path, 4, {"tray": "hang"}, say=SAY,
+        limit_scale=0.03,
+    )  # fmt: skip
+    climb.run()
+    assert [c["state"] for c in climb.checks] == ["timed out"]
+    assert list(tmp_path.glob("tray-emulated-rank1.jsonl"))  # it had begun
+    assert running(tmp_path) == []
+
+
+@pytest.mark.emulator
+def test_sigterm_ends_the_rung_and_leaves_a_report(tmp_path):
+    """As torchrun and Slurm end the ranks beside one that failed."""
+    command = [sys.executable, "-m", "mok", "bringup", "--emulate", "--out", str(tmp_path)]
+    command += ["--from", "copy", "--to", "tile-1cta", "--inject", "copy=hang"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    for _ in range(600):
+        if running(tmp_path):
+            break
+        time.sleep(0.1)
+    assert running(tmp_path)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert running(tmp_path) == []
+    found = json.loads((tmp_path / "bringup.json").read_text())
+    assert [c["state"] for c in found["checks"]] == ["stopped", "not run"]
+    assert found["failure"]["rung"] == "copy" and found["failure"]["state"] == "stopped"
+    assert "no kernel" in found["failure"]["found"]
+    assert "the reports of the others" in found["checks"][0]["remedy"]
+
+
+@pytest.mark.emulator
+@pytest.mark.timeout(300)
+def test_every_rank_of_a_rack_that_fails_reports(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "mok", "bringup", "--emulate"]
+    command += ["--inject", "rack=error", "--out", str(tmp_path)]
+    done = subprocess.run(command, timeout=280, capture_output=True)
+    assert done.returncode != 0 and running(tmp_path) == []
+    failures = []
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}" / "bringup.json").read_text())
+        assert found["checks"][0]["state"] == "not here"  # of fabric handles
+        failures.append(found["failure"])
+    assert {f["rung"] for f in failures} == {"rack"}
+    assert any("an error on purpose" in f["found"] for f in failures)
+    assert {f["state"] for f in failures} <= {"failed", "stopped"}
+
+
 @pytest.mark.emulator
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
@@ -101,9 +171,6 @@ def test_two_processes_are_a_tray(fault, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_under_torchrun_it_climbs_to_the_rack(tmp_path):
-    import subprocess
-    import sys
-
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "mok", "bringup", "--emulate"]
     subprocess.run([*command, "--out", str(tmp_path)], check=True, timeout=1700)
@@ -208,13 +275,46 @@ def test_the_list_needs_no_machine(capsys):
     assert "wgmma" in [c["name"] for c in hopper["checks"]]
 
 
-def test_without_a_gpu_it_says_how_to_rehearse(capsys, monkeypatch):
+def test_without_a_gpu_it_says_how_to_rehearse(capsys, monkeypatch, tmp_path):
+    """An old driver is the first thing that may be wrong: it, too, leaves a report."""
     from mok.runtime import device
 
     none = device.Backend(None, None, "there is no NVIDIA driver")
     monkeypatch.setattr(device, "best_backend", lambda: none)
-    assert cli.main(["bringup"]) == 2
-    assert "--emulate" in capsys.readouterr().err
+    assert cli.main(["bringup", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "--emulate" in said and "bringup.json" in said
+    found = json.loads((tmp_path / "bringup.json").read_text())
+    assert found["failure"]["rung"] == "driver" and "no NVIDIA" in found["failure"]["found"]
+    assert found["versions"]["torch"] and found["doctor"][0]["name"] == "driver"
+    assert [c["state"] for c in found["checks"]] == ["failed"]
+
+
+def test_a_doctor_that_stumbles_stops_nothing(monkeypatch):
+    from mok.commands import doctor_gpu
+
+    def broken():
+        raise OSError("another NVML")
+
+    monkeypatch.setattr(doctor_gpu, "ask_nvml", broken)
+    found = report._doctor()
+    assert [c["name"] for c in found] == ["driver", "IMEX channels", "links"]
+    assert found[2]["ok"] is False and "another NVML" in found[2]["found"]
+
+
+@pytest.mark.parametrize("scale", ["0", "-1", "nan", "inf"])
+def test_limits_are_limits(scale, capsys, tmp_path):
+    assert cli.main(["bringup", "--emulate", "--limit-scale", scale, "--out", str(tmp_path)]) == 2
+    assert "--limit-scale must be" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_that_cannot_be_written_is_said_first(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below", "/proc/mok"):
+        assert cli.main(["bringup", "--emulate", "--to", "copy", "--out", str(place)]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "must be writable" in said and "--out" in said and "driver:" not in said
 
 
 def test_an_unknown_rung_or_fault(capsys):
@@ -222,6 +322,8 @@ def test_an_unknown_rung_or_fault(capsys):
     assert "driver, copy" in capsys.readouterr().err
     assert cli.main(["bringup", "--emulate", "--inject", "copy=rain"]) == 2
     assert "wrong, error, hang, crash" in capsys.readouterr().err
+    assert cli.main(["bringup", "--emulate", "--inject", "moon"]) == 2
+    assert "a known rung" in capsys.readouterr().err
 
 
 def test_faults_are_not_offered(capsys):

@@ -71,6 +71,14 @@ def test_holds_on_hopper(name, tmp_path):
     assert found
 
 
+@pytest.mark.parametrize("name", ["copy", "tile-2cta", "block-scaled", "loop-competing"])
+def test_holds_on_blackwell_ultra(name, tmp_path):
+    """GB300's own architecture."""
+    found, events = run(tmp_path, name, "sm_103a")
+    assert found
+    assert {e["arch"] for e in events if e["event"] == "kernel"} == {"sm_103a"}
+
+
 def test_a_fabric_handle_is_nothing_for_the_emulator(tmp_path):
     with pytest.raises(NotHere, match="one host only"):
         run(tmp_path, "fabric-handle")
@@ -84,6 +92,11 @@ def test_a_damaged_result_is_noticed(name, tmp_path):
     assert last["event"] == "value" and not last["ok"]
     if "first" in last:
         assert last["mismatches"] == 1 and last["first"][0]["found"] != last["first"][0]["expected"]
+
+
+def test_a_damaged_tile_of_hopper_is_noticed(tmp_path):
+    with pytest.raises(WrongError, match="1 of 16384 elements differ"):
+        run(tmp_path, "wgmma", "sm_90a", fault="wrong")
 
 
 @pytest.mark.slow
@@ -102,6 +115,7 @@ DAMAGE = {
     "loop": r"atom\.global\.add",
     "loop-competing": r"clusterlaunchcontrol\.query_cancel\.is_canceled",
     "assumptions": r"tcgen05\.st\.sync",
+    "wgmma": r"wgmma\.mma_async",
 }
 
 
@@ -118,7 +132,7 @@ def test_a_damaged_kernel_is_noticed(name, tmp_path):
         return ptx[: found.start()] + ptx[found.end() :]
 
     with pytest.raises(MokError):
-        run(tmp_path, name, rewrite=rewrite)
+        run(tmp_path, name, "sm_90a" if name == "wgmma" else "sm_100a", rewrite=rewrite)
     assert removed
 
 

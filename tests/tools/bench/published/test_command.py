@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mok import cli
 from mok.config import Config
-from mok.errors import MokError
+from mok.errors import DeviceError, MokError
 from mok.tools.bench.published import command, figures, programs, sweeps
 from mok.tools.bench.published.share import Layer, make_share
 
@@ -37,6 +37,30 @@ def test_models_and_peers_are_checked(capsys):
     assert command.chosen(["none"]) == (("mok",), None)
     given = command.chosen(["nccl-torch,upstream=/x/python"])
     assert given == (("mok", "nccl-torch", "upstream"), "/x/python")
+
+
+@pytest.mark.parametrize(
+    "given,said",
+    [
+        (("--tokens", "0"), "--tokens must be at least 1"),
+        (("--warmup", "-1"), "--warmup must be at least 0"),
+        (("--iterations", "0"), "--iterations must be at least 1"),
+        (("--models", ","), "times kernels on GPUs"),  # none named: all
+        (("--out", "/proc/mok"), "must be writable"),
+    ],
+)
+@pytest.mark.parametrize("suite", command.SUITES)
+def test_impossible_arguments(suite, given, said, capsys):
+    assert cli.main(["bench", "--suite", suite, *given]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_each_rank_has_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name, value in (("RANK", "12"), ("WORLD_SIZE", "16"), ("LOCAL_RANK", "4")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeviceError, match="--nproc-per-node 4"), command.placed():
+        pass
 
 
 def rows():
@@ -76,6 +100,8 @@ def test_the_tables_stand_beside_the_published(tmp_path):
     assert "none ran" in text  # backward has no peer
     assert text.count("not run: DeepEP + Transformer Engine") == 1  # said once, not per model
     assert command.passed(found)
+    lost = {"model": "glm-5.2", "precision": "bf16", "program": "mok", "reason": "failed: …"}
+    assert not command.passed(found | {"missing": [lost]})
     found["rows"][2].update(ok=False, error=0.5)
     assert not command.passed(found) and "WRONG" in text_of(found)
     assert text_of(found | {"rank": 1}) == ""

@@ -203,15 +203,19 @@ def test_a_wrong_peer_is_no_peer(alone, monkeypatch):
     assert all(e["fastest_peer"] is None for e in found["speed_ups"])
 
 
-def test_a_peer_that_breaks_is_named(alone, monkeypatch):
+@pytest.mark.parametrize("where", ["__init__", "dispatch", "combine"])
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, KeyError, OSError])
+def test_a_peer_that_breaks_is_named(where, error, alone, monkeypatch):
+    """Whatever it raises: Transformer Engine asserts where a GPU lacks MXFP8."""
     fakes.install(monkeypatch, "deep_ep")
 
     def broken(self, *args, **more):
-        raise RuntimeError("no more buffers")
+        raise error("no more buffers")
 
-    monkeypatch.setattr(fakes.ElasticBuffer, "dispatch", broken)
+    monkeypatch.setattr(fakes.ElasticBuffer, where, broken)
     place = Place(0, 1, CPU, alone, alone)
     found = run(place, settings(programs=("mok", "deepep-torch", "nccl-torch")))
     reasons = {m["program"]: m["reason"] for m in found["missing"]}
+    assert reasons["deepep-torch"].startswith(f"failed: {error.__name__}")
     assert "no more buffers" in reasons["deepep-torch"] and "no GPU" in reasons["mok"]
     assert {r["program"] for r in found["rows"]} == {"nccl-torch"}
