@@ -41,7 +41,7 @@ def builds():
             yield pytest.param(spec, id=f"{arch}-{spec.name}", marks=marks)
 
 
-@pytest.mark.parametrize("spec", builds())
+@pytest.mark.parametrize("spec", list(builds()))
 def test_no_build_of_the_layer_spills(spec):
     for used in get_kernel(spec).resources.kernels:
         assert used.spill_bytes == 0 and used.stack_bytes == 0
