@@ -1,8 +1,8 @@
 """A forward call like an earlier one: the same kinds of arguments at other addresses.
 
-In training and inference nearly every call is one. What its launches take from shapes and config is then
-packed already, its arguments need no check but that they are of the kind that was checked, and its
-counters were zeroed by the call before. One local rank in BF16; everything else is a ``mok.call.Call``.
+What its launches take from shapes and config is then packed already, its arguments need no check but that
+they are of the kind that was checked, and its counters were zeroed by the call before. One local rank in BF16
+whose arguments are tensors; everything else is a ``mok.call.Call``, ``MoELayer``'s lists of one rank, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Arguments:
 def find(workspace: Workspace, config: Config, arguments: Arguments) -> Steady | None:
     """What can serve this call; None: a ``Call`` must."""
     found: Steady | None = workspace.steady.get(arguments.facts)
-    if found is None or found.config is not config or found.sms != num_sms(workspace):
+    if found is None or found.sms != num_sms(workspace):
+        return None
+    if found.config is not config and found.config != config:
         return None
     # A graph's replays do not take turns with the counters. Torch cannot capture the default stream.
     if arguments.stream and torch.cuda.is_current_stream_capturing():
@@ -57,14 +59,17 @@ def find(workspace: Workspace, config: Config, arguments: Arguments) -> Steady |
 
 
 def keep(call: Call, arguments: Arguments, save: bool) -> None:
-    """Serve calls like this one, which has succeeded, from now on."""
+    """Serve calls like this one, which has succeeded, unless it is the first: one would not repay the packing."""
     known = call.workspace.steady
     plain = call.count == 1 and not call.mxfp8 and not call.config.trace
     if arguments.facts is None or not plain or not all(arguments.addresses):
         return
+    if arguments.facts in known:
+        known[arguments.facts] = Steady(call, save)
+        return
     if len(known) >= MOST_KINDS:
         known.clear()
-    known[arguments.facts] = Steady(call, save)
+    known[arguments.facts] = None
 
 
 class Steady:
@@ -87,14 +92,12 @@ class Steady:
         plan = call._planned((0, save, False), call._plan_forward)
         self.facts, self.buffers = plan.facts, plan.buffers
         self.x_ring = call._address(w.x_ring)
-        self.staged: Tensor | None = None  # x in the symmetric heap
+        self.rank = call.local_ranks[0]
         if self.direct:
             self.rows = w.y.data_ptr()
         else:
             assert w.slots is not None and w.x is not None
-            rank = call.local_ranks[0]
-            self.rows = w.slots.address(rank)
-            self.staged = w.x.peer(rank)[: self.tokens]
+            self.rows = w.slots.address(self.rank)
         ordinal = w.device.index or 0
         turns = w.turns
         self.kernels = [
@@ -131,8 +134,11 @@ class Steady:
         scale = matrices.pop() if self.gated else self.absent
         ranks, absent = schedule.ranks[0], self.absent
         turn = w.turns.begin(stream)
-        if self.staged is not None and x != self.staged.data_ptr():
-            self.staged.copy_(arguments.given[0], non_blocking=True)
+        if not self.direct and w.x is not None:
+            # A new view each time: one that is kept would be of the autograd mode that it was made in.
+            staged = w.x.peer(self.rank)[: self.tokens]
+            if x != staged.data_ptr():
+                staged.copy_(arguments.given[0], non_blocking=True)
         w.barrier()
         out = new_tensor(device, (self.tokens, self.hidden))
         # The shared expert's result: the sum is written over it.

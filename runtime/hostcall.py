@@ -108,7 +108,7 @@ class HostFunction:
         if device not in self._devices:
             with self._lock:
                 self.prepare(device)
-        return Repeated(self._launch, self._types, leading, rest)
+        return Repeated(self, self._launch, self._types, leading, rest)
 
     @staticmethod
     def _run(function: Any, library: Any, *values: Any) -> None:
@@ -128,8 +128,14 @@ class Repeated:
     """
 
     def __init__(
-        self, launch: Any, types: tuple[str, ...], leading: int, rest: tuple[Any, ...]
+        self,
+        owner: HostFunction,
+        launch: Any,
+        types: tuple[str, ...],
+        leading: int,
+        rest: tuple[Any, ...],
     ) -> None:
+        self._owner = owner  # keeps the code of ``launch`` loaded
         if any(t != "Int64" for t in types[:leading]):
             raise CompileError(
                 f"The first {leading} arguments of a repeated call are Int64", types[:leading]

@@ -1,7 +1,7 @@
 """Comm SMs for ``Config.suggest``: the part of ``mok plan`` that is quick enough for a first call.
 
 How many SMs communicate matters most and follows from no rule of thumb: of 132 SMs a Mixtral layer on two
-H200s wants 4 and a Qwen3-30B layer 24. So the model tries some numbers, each direction on its own, on a call
+H200s wants 4 and a Qwen3-30B layer 20. So the model tries some numbers, each direction on its own, on a call
 of a few minibatches with as many rows an expert: 16 calls, kept for the process.
 """
 
@@ -26,9 +26,10 @@ COARSE = (
     48,
 )  # the curve has several minima: first all over, then beside the best
 MINIBATCHES = 16  # of the call that is simulated: enough for the steady state to decide
-TIE = 0.01
-"""Numbers that the model finds equal: of these the largest is taken, since too few cost more than too many.
-Two H200s, DeepSeek-V3 forward: 556 TFLOP/s with 6, 581 with 8, which the model thinks 0.5 % slower."""
+TIE, CLIFF = 0.01, 1.1
+"""Where the number below the best one is slower by ``CLIFF``, the best stands at an edge that the model does not
+know to a few per cent: the next larger one is taken if it costs no more than ``TIE``. Two H200s, DeepSeek-V3:
+forward 430, 556, 581 TFLOP/s with 4, 6, 8, of which the model thinks the last 0.5 % slower than the second."""
 NAMES: tuple[tuple[Direction, str], ...] = (
     ("forward", "fwd_num_comm_sms"),
     ("backward", "bwd_num_comm_sms"),
@@ -84,6 +85,15 @@ def _best(start: Config, shape: Shape, arch: str, num_sms: int, precision: str) 
         at = STEPS.index(coarse)
         near = STEPS[max(0, at - 1) : at + 2]
         best = min(near, key=lambda n: ms(direction, name, n))
-        at, limit = STEPS.index(best), (1 + TIE) * ms(direction, name, best)
-        found.append(max(n for n in STEPS[at : at + 2] if ms(direction, name, n) <= limit))
+        below, above = beside(best)
+        time = ms(direction, name, best)
+        at_edge = ms(direction, name, below) > CLIFF * time
+        tied = ms(direction, name, above) <= (1 + TIE) * time
+        found.append(above if at_edge and tied else best)
     return tuple(found)
+
+
+def beside(count: int) -> tuple[int, int]:
+    """The steps below and above one of ``STEPS``; itself at the ends."""
+    at = STEPS.index(count)
+    return STEPS[max(0, at - 1)], STEPS[min(len(STEPS) - 1, at + 1)]

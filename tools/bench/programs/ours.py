@@ -103,7 +103,8 @@ class MokProgram(Program):
             self.note += ", pairs"
         if ep > 1 and self.precision == "bf16" and machine_of(self.workspace.arch).carry:
             self.note += ", carried"
-        if ep > 1 and c.macrobatch_size // c.minibatch_size >= MIN_AHEAD:
+        slots = c.macrobatch_size // c.minibatch_size
+        if ep > 1 and self.precision == "bf16" and slots >= MIN_AHEAD:
             self.note += ", ahead"
 
     def _weight(self, weight: Tensor) -> Any:
