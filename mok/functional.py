@@ -388,7 +388,7 @@ def forward(
         ShapeError, DtypeError, DeviceError, CapacityError, ResourceError: an argument, with the rule.
     """
     arguments = steady.Arguments(
-        workspace, schedule,
+        schedule,
         (x, router_weights, routed_gate, routed_up, routed_down, shared_gate, shared_up, shared_down,
         shared_scale), swiglu_limit, save_context,
     )  # fmt: skip

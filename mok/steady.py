@@ -28,12 +28,7 @@ class Arguments:
     __slots__ = ("addresses", "facts", "given", "stream")
 
     def __init__(
-        self,
-        workspace: Workspace,
-        schedule: Schedule,
-        given: tuple[Any, ...],
-        limit: float | None,
-        save: bool,
+        self, schedule: Schedule, given: tuple[Any, ...], limit: float | None, save: bool
     ) -> None:
         """``given``: x, router weights, three routed and three shared weights, shared_scale."""
         self.given = given
@@ -42,16 +37,19 @@ class Arguments:
         tensors = given[: 8 if shared else 5] + (given[8:] if gated else ())
         kind = (save, shared, gated, None if limit is None else float(limit))
         self.facts, self.addresses = facts_of(kind, schedule, tensors)
-        self.stream = stream_of(workspace)
+        self.stream = 0  # ``find`` looks it up: what is no call of a known kind is checked first
 
 
 def find(workspace: Workspace, config: Config, arguments: Arguments) -> Steady | None:
     """What can serve this call; None: a ``Call`` must."""
+    if arguments.facts is None:
+        return None
     found: Steady | None = workspace.steady.get(arguments.facts)
     if found is None or found.sms != num_sms(workspace):
         return None
     if found.config is not config and found.config != config:
         return None
+    arguments.stream = stream_of(workspace)
     # A graph's replays do not take turns with the counters. Torch cannot capture the default stream.
     if arguments.stream and torch.cuda.is_current_stream_capturing():
         return None
