@@ -149,16 +149,24 @@ class Steady:
             context = ForwardContext.of(schedule)
             x_ring, saved = self._save(context, device)
         w.last_launch = self.facts
-        self.kernels[turn](
-            stream, x, *matrices, *ranks.addresses, x_ring, *self.buffers, shared, *saved
+        self.run_kernel(
+            turn, stream, x, *matrices, *ranks.addresses, x_ring, *self.buffers, shared, *saved
         )
         w.barrier()
         slots = ranks.route_row if self.direct else schedule.top_experts[0]
         assert slots is not None
-        self.sums[turn](stream, out.data_ptr(), self.rows, weights, shared, scale, slots.data_ptr())
+        self.run_sum(
+            turn, stream, out.data_ptr(), self.rows, weights, shared, scale, slots.data_ptr()
+        )
         w.turns.end(turn)
         w.check_call()
         return out, context
+
+    def run_kernel(self, turn: int, stream: int, *leading: int) -> None:
+        self.kernels[turn](stream, *leading)
+
+    def run_sum(self, turn: int, stream: int, *leading: int) -> None:
+        self.sums[turn](stream, *leading)
 
     def _save(
         self, context: ForwardContext, device: torch.device

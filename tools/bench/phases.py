@@ -19,11 +19,14 @@ def _places() -> list[tuple[str, Any, str]]:
     from mok import functional
     from mok.backward_call import BackwardCall
     from mok.call import Call
+    from mok.steady import Steady
 
     return [
         ("schedule", functional, "build_schedule"),
         ("kernel", Call, "run_forward"),
         ("token sum", Call, "sum_forward"),
+        ("kernel", Steady, "run_kernel"),
+        ("token sum", Steady, "run_sum"),
         ("backward kernel", BackwardCall, "run_backward"),
         ("backward sums", BackwardCall, "sum_backward"),
     ]
