@@ -139,7 +139,7 @@ class ForwardRoles(MegaKernel):
             tile=self.tile,
             ops=DSL,
             recompute=self.recompute,
-            ahead=0 if self.direct or self.mxfp8 else self.ahead,
+            ahead=program.tasks_ahead(self.direct, self.mxfp8, self.ahead),
         )
 
     @cute.jit

@@ -38,6 +38,12 @@ from .invariant import Invariant
 AHEAD = 132  # tasks: a wave of a whole GPU
 MIN_AHEAD = 3  # slots: with fewer, the next up would wait for the refill of the slot that was read just before
 
+
+def tasks_ahead(direct: bool, mxfp8: bool, ahead: int = AHEAD) -> int:
+    """``ahead`` in builds whose order it changes, both directions: where BF16 rows pass the ring. Else 0."""
+    return 0 if direct or mxfp8 else ahead
+
+
 Int = Any  # a Python int, or the kernel language's Int32
 
 # Kinds of compute task.

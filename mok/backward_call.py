@@ -216,7 +216,7 @@ class BackwardCall(Call):
         """Launch the plan kernel: (tables, groups, counts, table stride, most groups)."""
         from mok import kernels
         from mok.kernels_cute.backward.program import GROUP_WORDS, TABLES, plan_room
-        from mok.kernels_cute.program import AHEAD
+        from mok.kernels_cute.program import tasks_ahead
         from mok.runtime.compile import get_kernel
         from mok.runtime.launch import launch
 
@@ -244,7 +244,7 @@ class BackwardCall(Call):
             self.config.minibatch_size,
             self.ring,
             stride,
-            0 if self.sizes.direct or self.mxfp8 else AHEAD,
+            tasks_ahead(self.sizes.direct, self.mxfp8),
             self.stream,
         )
         return tables, groups, counts, stride, most

@@ -163,9 +163,11 @@ class Steady:
         return out, context
 
     def run_kernel(self, turn: int, stream: int, *leading: int) -> None:
+        """Launch the megakernel, which counts in set ``turn``; ``leading``: its first arguments."""
         self.kernels[turn](stream, *leading)
 
     def run_sum(self, turn: int, stream: int, *leading: int) -> None:
+        """Launch the token sum, which zeroes the other set; ``leading``: its first arguments."""
         self.sums[turn](stream, *leading)
 
     def _save(

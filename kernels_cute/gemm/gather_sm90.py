@@ -1,9 +1,8 @@
 """The gather warps of the Hopper mainloop: rows of x and dy by cp.async, as A or as columns of A.
 
-The chip is bound by power, and an instruction of a warp costs about as much as moving a cache line (docs/measurements/h200.md).
-So positions that all lanes share are said to be uniform, and descriptors are made in uniform registers; the gather
-warps fence what they wrote, once, instead of eight MMA warps at each step of every task; and where all rows of a
-step exist, no copy has a predicate.
+Two warps feed eight that multiply. So positions that all lanes share are said to be uniform; the gather warps fence
+what they wrote, once, instead of eight MMA warps at each step of every task; and where all rows of a step exist, no
+copy has a predicate. This took forward from 1.00 to 1.04; fewer instructions than now bring no more (docs/decisions.md).
 """
 
 from typing import NamedTuple

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mok.kernels_cute.program import Tile
+from mok.kernels_cute.program import Tile, tasks_ahead
 from mok.tools.simulator.constants import Table, calibration
 from mok.tools.simulator.load import RankLoad
 from mok.tools.simulator.machine import Machine
@@ -78,7 +78,7 @@ class Costs:
     @property
     def ahead(self) -> int:
         """Tasks of the next minibatch that go first, as kernels in BF16 have it whose rows pass the ring."""
-        return int(self.table["ahead"]) if self.comm_sms and not self.quantises else 0
+        return tasks_ahead(not self.comm_sms, self.quantises, int(self.table["ahead"]))
 
     @property
     def element_bytes(self) -> float:

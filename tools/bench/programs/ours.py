@@ -97,14 +97,14 @@ class MokProgram(Program):
             self.note += f", comm SMs {c.fwd_num_comm_sms}/{c.bwd_num_comm_sms}"
         from mok.call import launch_shape
         from mok.kernels_cute.machine import machine_of
-        from mok.kernels_cute.program import MIN_AHEAD
+        from mok.kernels_cute.program import MIN_AHEAD, tasks_ahead
 
         if launch_shape(self.workspace, c)[2]:
             self.note += ", pairs"
         if ep > 1 and self.precision == "bf16" and machine_of(self.workspace.arch).carry:
             self.note += ", carried"
         slots = c.macrobatch_size // c.minibatch_size
-        if ep > 1 and self.precision == "bf16" and slots >= MIN_AHEAD:
+        if tasks_ahead(ep == 1, self.precision == "mxfp8") and slots >= MIN_AHEAD:
             self.note += ", ahead"
 
     def _weight(self, weight: Tensor) -> Any:
