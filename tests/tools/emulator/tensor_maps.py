@@ -308,7 +308,7 @@ def encoded(copy: Copy, address: int = 0x7F12_3456_7800, promotion: int = 0) -> 
         len(copy.dims),
         address,
         [d.cuuint64_t(n) for n in copy.dims],
-        [d.cuuint64_t(n) for n in copy.strides],
+        [d.cuuint64_t(n) for n in copy.strides or (16,)],  # the driver wants an array even of none
         [d.cuuint32_t(n) for n in copy.box],
         [d.cuuint32_t(n) for n in copy.steps or [1] * len(copy.dims)],
         d.CUtensorMapInterleave(0),

@@ -1,6 +1,7 @@
 """Tensor maps that a kernel edits: the bytes, the copies by them, and who may use an edit when."""
 
 import json
+import math
 import struct
 import sys
 from pathlib import Path
@@ -393,9 +394,22 @@ def test_copies_are_those_of_the_h200(part, name):
 
 @pytest.mark.parametrize("name", RECORD.get("maps", {}))
 def test_maps_are_those_of_the_driver(name):
-    """What edits make of zero bytes is what cuTensorMapEncodeTiled makes of the same fields."""
-    made = edited(f"mov.b64 %d0, {0x7F12_3456_7800};\n{COPIES[name].edits}", "shared", bytes(128))
-    assert made.hex() == RECORD["maps"][name]
+    """What edits make of zero bytes is what cuTensorMapEncodeTiled makes of the same fields.
+
+    Behind what edits can reach it notes the box's bytes, a box that steps do not divide rounded down, and the
+    alignment in shared memory.
+    """
+    copy = COPIES[name]
+    made = edited(f"mov.b64 %d0, {0x7F12_3456_7800};\n{copy.edits}", "shared", bytes(128))
+    steps = [*copy.steps] or [1] * len(copy.box)
+    moved = copy.box[0] * math.prod(
+        -(-b // s) for b, s in zip(copy.box[1:], steps[1:], strict=True)
+    )
+    noted = math.prod(b // s for b, s in zip(copy.box, steps, strict=True))
+    alignment = 128 << copy.swizzle if copy.swizzle else 16
+    notes = struct.pack("<QQ", copy.size // moved * noted, alignment)
+    assert (made[:64] + notes + bytes(48)).hex() == RECORD["maps"][name]
+    assert not any(made[64:])
 
 
 def test_what_ends_a_recording_process_is_recorded(monkeypatch, tmp_path):
