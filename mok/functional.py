@@ -395,7 +395,8 @@ def forward(
     if observer is None:
         ready = steady.find(workspace, config, arguments)
         if ready is not None:
-            return ready(workspace, schedule, arguments)
+            output, context = ready(workspace, schedule, arguments)
+            return [output] if arguments.listed else output, context
     call = Call(
         config, workspace, schedule, x, router_weights, (shared_gate, shared_up, shared_down),
         (routed_gate, routed_up, routed_down), swiglu_limit, shared_scale,

@@ -1,8 +1,8 @@
 """A forward call like an earlier one: the same kinds of arguments at other addresses.
 
 What its launches take from shapes and config is then packed already, its arguments need no check but that
-they are of the kind that was checked, and its counters were zeroed by the call before. One local rank in BF16
-whose arguments are tensors; everything else is a ``mok.call.Call``, ``MoELayer``'s lists of one rank, too.
+they are of the kind that was checked, and its counters were zeroed by the call before. One local rank in BF16,
+whose arguments are tensors or, as ``MoELayer``'s, lists of one; everything else is a ``mok.call.Call``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 class Arguments:
     """Those of ``functional.forward``, and what they are the key to."""
 
-    __slots__ = ("addresses", "facts", "given", "stream")
+    __slots__ = ("addresses", "facts", "given", "listed", "stream")
 
     def __init__(
         self, schedule: Schedule, given: tuple[Any, ...], limit: float | None, save: bool
     ) -> None:
         """``given``: x, router weights, three routed and three shared weights, shared_scale."""
+        self.listed = not isinstance(given[0], Tensor)  # and the output with it
+        if self.listed:
+            given = tuple(v[0] if isinstance(v, list) and len(v) == 1 else v for v in given)
         self.given = given
         gated = given[8] is not None
         shared = given[5] is not None or given[6] is not None or given[7] is not None

@@ -12,6 +12,7 @@ import torch
 from mok import functional, steady
 from mok.config import Config, Shape
 from mok.errors import MokError
+from mok.layer import MoELayer
 from mok.reference import forward_loop, integer_case
 from mok.runtime import compile as compiler
 from mok.runtime.group import Group
@@ -115,6 +116,43 @@ def test_a_call_that_is_like_another_launches_the_same(recorder, kind, shared):
     for _, total in seen:
         total[1][-4:-2] = []
     assert all(one == seen[0] for one in seen)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """One entry for each call that a prepared one has served."""
+    calls = []
+    serve = steady.Steady.__call__
+
+    def counted(self, *given):
+        calls.append(self)
+        return serve(self, *given)
+
+    monkeypatch.setattr(steady.Steady, "__call__", counted)
+    return calls
+
+
+def test_lists_of_one_rank_are_served_and_answered_with_lists(recorder, served):
+    layer = Recorded()
+    listed = [[g] for g in layer.given[:2]] + layer.given[2:5] + [[g] for g in layer.given[5:]]
+    for _ in range(2):
+        layer.call()
+    output, context = layer.call(listed)
+    assert len(served) == 1
+    assert isinstance(output, list) and len(output) == 1 and output[0].shape == (64, 256)
+    assert len(context.gate_routed) == 1
+    assert isinstance(layer.call()[0], torch.Tensor)
+
+
+def test_a_layer_s_calls_become_steady(recorder, served):
+    """``MoELayer``, which hands over lists."""
+    layer = MoELayer(256, 128, 8, 2, dtype=torch.bfloat16, max_tokens=64)
+    x = torch.zeros(64, 256, dtype=torch.bfloat16)
+    ids, weights = torch.arange(128).view(64, 2) % 8, torch.ones(64, 2)
+    with torch.no_grad():
+        for _ in range(5):
+            layer(x, weights, ids)
+    assert len(served) == 3
 
 
 def test_no_fill_once_calls_follow_each_other(recorder):
