@@ -22,7 +22,7 @@ CLUSTER_CTAS = {"sm_90a": 1, "sm_100a": 2, "sm_103a": 2}
 _FWD_COMM_FRACTION = 40 / 148
 _BWD_COMM_FRACTION = 28 / 148
 _MAX_DIRECT_MINIBATCH = 65536
-_RING_MINIBATCHES = 32  # the reference system's 131072 / 4096
+_RING_MINIBATCHES = 32  # of two waves each: the reference system's 131072 / 4096
 
 
 def tile_rows(arch: str) -> int:
@@ -137,10 +137,22 @@ def two_wave_minibatch(shape: Shape | ModelShape, num_sms: int, tile: int = 256)
     Returns:
         (least number of rows, the same rounded up to a multiple of ``tile``).
     """
+    exact = math.ceil(2 * _rows_of_a_wave(shape, num_sms))
+    return exact, -(-exact // tile) * tile
+
+
+def one_wave_minibatch(shape: Shape | ModelShape, num_sms: int, tile: int = 256) -> int:
+    """A minibatch of one wave, for rings whose next minibatch fills what the last tiles of one leave idle.
+
+    Rounded down to a multiple of ``tile``: the SMs that compute are fewer than ``num_sms``.
+    """
+    return max(1, int(_rows_of_a_wave(shape, num_sms)) // tile) * tile
+
+
+def _rows_of_a_wave(shape: Shape | ModelShape, num_sms: int) -> float:
     _require_int("num_sms", num_sms, 1)
     narrow = min(2 * shape.intermediate_size, shape.hidden_size)
-    exact = math.ceil(2 * num_sms * CTA_TILE_M * GEMM_TILE_N / narrow)
-    return exact, -(-exact // tile) * tile
+    return num_sms * CTA_TILE_M * GEMM_TILE_N / narrow
 
 
 @dataclass(frozen=True)
@@ -247,10 +259,12 @@ class Config:
 
     @classmethod
     def suggest(cls, shape: Shape, device: Any, precision: str = "bf16") -> Config:
-        """What ``mok tune`` found for this shape on this GPU, else a reasonable start: the two-wave
-        minibatch (all rows up to 65536 where they are gathered in place, at EP = 1 in BF16), a ring of at
-        most 32 of them, and elsewhere the comm SMs that the simulator finds best on this kind of GPU
-        (a few seconds, once a shape).
+        """What ``mok tune`` found for this shape on this GPU, else a reasonable start.
+
+        Where rows are gathered in place (EP = 1 in BF16), a minibatch of all rows up to 65536. Elsewhere
+        minibatches of one wave, since the next one's first wave fills what a minibatch's last leaves idle
+        (two waves in MXFP8, which does not do so), a ring of all rows or at most 64 waves, and the comm SMs
+        that the simulator finds best on this kind of GPU (a few seconds, once a shape).
 
         Args:
             device: a machine name ("h200"), a CUDA ``torch.device``, or any object with ``arch``
@@ -263,7 +277,8 @@ class Config:
         """
         arch, num_sms = _arch_and_sms(device)
         tile = tile_rows(arch)
-        _, minibatch = two_wave_minibatch(shape, num_sms, tile)
+        _, two_waves = two_wave_minibatch(shape, num_sms, tile)
+        minibatch = one_wave_minibatch(shape, num_sms, tile) if precision == "bf16" else two_waves
         # Balanced routing: each expert gets as many routes, and each segment has a tail. A ring that is
         # slightly too small for the rank with one expert more costs a third of the call (docs/scaling.md).
         routes = shape.num_tokens * shape.topk * shape.ep_size
@@ -275,7 +290,8 @@ class Config:
             # read (docs/measurements/h200.md: 609 → 637 TFLOP/s on Mixtral).
             count = max(1, -(-rows // _MAX_DIRECT_MINIBATCH))
             minibatch = max(1, -(-rows // (count * tile))) * tile
-        ring = min(_RING_MINIBATCHES, max(1, -(-rows // minibatch)))
+        most = _RING_MINIBATCHES * max(minibatch, two_waves)
+        ring = min(most // minibatch, max(1, -(-rows // minibatch)))
         # A quarter more than balanced routing brings, with half a tile of padding per expert in use.
         routes = max(1, shape.num_tokens * shape.topk)
         padding = min(shape.max_local_experts, routes) * tile / 2

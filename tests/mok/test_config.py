@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mok.config import Config, Shape, tile_rows, two_wave_minibatch
+from mok.config import Config, Shape, one_wave_minibatch, tile_rows, two_wave_minibatch
 from mok.errors import DeviceError, DtypeError, MokError, ResourceError, ShapeError
 from mok.models import MACHINES, MODELS, Machine
 
@@ -126,7 +126,31 @@ def test_suggest_is_valid_everywhere(model, machine):
         config.check(m.arch, m.num_sms, config.fwd_num_comm_sms)
         config.check(m.arch, m.num_sms, config.bwd_num_comm_sms)
         tile = tile_rows(m.arch)
-        assert config.minibatch_size == two_wave_minibatch(model, m.num_sms, tile)[1]
+        assert config.minibatch_size == one_wave_minibatch(model, m.num_sms, tile)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=lambda m: m.name)
+@pytest.mark.parametrize("num_sms,tile", [(132, 128), (148, 256)])
+def test_one_wave_is_the_most_that_one_wave_holds(model, num_sms, tile):
+    rows = one_wave_minibatch(model, num_sms, tile)
+    narrow = min(2 * model.intermediate_size, model.hidden_size)
+
+    def tiles(rows):
+        return rows // 128 * (narrow / 256)
+
+    assert rows == tile or (rows % tile == 0 and tiles(rows) <= num_sms < tiles(rows + tile))
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b"])
+def test_the_suggested_ring_holds_all_rows_as_far_as_it_may(model):
+    """64 waves at most; where all rows are fewer, none is left for a second macrobatch."""
+    for num_tokens in (2048, 8192, 65536):
+        shape = Shape.of_model(MODELS[model], num_tokens, 8)
+        config = Config.suggest(shape, "h200")
+        rows = num_tokens * shape.topk + shape.max_local_experts * 128
+        most = 32 * two_wave_minibatch(shape, 132, 128)[1]
+        assert config.macrobatch_size <= most
+        assert config.macrobatch_size >= min(rows, most - config.minibatch_size)
 
 
 def test_one_rank_gets_one_minibatch():
@@ -155,7 +179,7 @@ def test_quantising_takes_comm_sms():
     shape = Shape.of_model(MODELS["qwen3-30b-a3b"], 8192, 8)
     for machine in ("h200", "gb200"):
         plain, mxfp8 = (Config.suggest(shape, machine, p) for p in ("bf16", "mxfp8"))
-        assert mxfp8.minibatch_size == plain.minibatch_size
+        assert mxfp8.minibatch_size >= 2 * plain.minibatch_size  # two waves and one
         # In one direction at least; the numbers are coarse where a task has few rounds of loads.
         more = [
             getattr(mxfp8, name) - getattr(plain, name)

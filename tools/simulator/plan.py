@@ -14,6 +14,7 @@ from mok.tools.simulator.memory import memory
 from mok.tools.simulator.routing import Routing
 from mok.tools.simulator.scenario import Direction, Precision, Scenario
 from mok.tools.simulator.simulate import Result, simulate
+from mok.tools.simulator.suggest import NAMES, off_the_edge
 
 RING_SHARE = 0.25  # of the GPU's memory that a ring may take at most
 
@@ -151,7 +152,16 @@ class Search:
             report(f"{self.trial(best).ms:.3f} ms after {len(self.known)} simulations")
             if best == before:
                 break
+        if not self.trial(best).forward.scenario.direct:
+            for direction, name in NAMES:
+                best = self._off_the_edge(best, direction, name)
         return self.trial(best)
+
+    def _off_the_edge(self, config: Config, direction: Direction, name: str) -> Config:
+        number = getattr(config, name)
+        steps = sorted({*self.comm_sms(), number})
+        safe = off_the_edge(number, steps, lambda n: self.run(_with(config, name, n), direction).ms)
+        return _with(config, name, safe)
 
     def sensitivity(self, best: Config) -> dict[str, list[tuple[int, float, float]]]:
         """Times around ``best``, one tunable at a time.

@@ -8,6 +8,7 @@ of a few minibatches with as many rows an expert: 16 calls, kept for the process
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
 from mok.config import Config, Shape
@@ -25,11 +26,13 @@ COARSE = (
     36,
     48,
 )  # the curve has several minima: first all over, then beside the best
-MINIBATCHES = 16  # of the call that is simulated: enough for the steady state to decide
-TIE, CLIFF = 0.01, 1.1
+MINIBATCHES = 32  # of the call that is simulated: enough for the steady state to decide
+TIE, CLIFF = 0.0125, 1.05
 """Where the number below the best one is slower by ``CLIFF``, the best stands at an edge that the model does not
 know to a few per cent: the next larger one is taken if it costs no more than ``TIE``. Two H200s, DeepSeek-V3:
-forward 430, 556, 581 TFLOP/s with 4, 6, 8, of which the model thinks the last 0.5 % slower than the second."""
+forward 430, 556, 581 TFLOP/s with 4, 6, 8, of which the model thinks the last 0.5 % slower than the second.
+One H200, EP 2, Sonic 7B: backward 1.94, 1.53 ms with 16, 24; 20, which the model thinks 1.1 % faster than 24,
+lost 4 % (docs/measurements/2026-11-30-h200-exhaustive.jsonl)."""
 NAMES: tuple[tuple[Direction, str], ...] = (
     ("forward", "fwd_num_comm_sms"),
     ("backward", "bwd_num_comm_sms"),
@@ -85,15 +88,13 @@ def _best(start: Config, shape: Shape, arch: str, num_sms: int, precision: str) 
         at = STEPS.index(coarse)
         near = STEPS[max(0, at - 1) : at + 2]
         best = min(near, key=lambda n: ms(direction, name, n))
-        below, above = beside(best)
-        time = ms(direction, name, best)
-        at_edge = ms(direction, name, below) > CLIFF * time
-        tied = ms(direction, name, above) <= (1 + TIE) * time
-        found.append(above if at_edge and tied else best)
+        found.append(off_the_edge(best, STEPS, lambda n: ms(direction, name, n)))  # noqa: B023
     return tuple(found)
 
 
-def beside(count: int) -> tuple[int, int]:
-    """The steps below and above one of ``STEPS``; itself at the ends."""
-    at = STEPS.index(count)
-    return STEPS[max(0, at - 1)], STEPS[min(len(STEPS) - 1, at + 1)]
+def off_the_edge(best: int, steps: Sequence[int], ms: Callable[[int], float]) -> int:
+    """``best`` of the numbers ``steps``, or the next larger one where that is safer; ``ms``: a number's time."""
+    at = steps.index(best)
+    below, above = steps[max(0, at - 1)], steps[min(len(steps) - 1, at + 1)]
+    time = ms(best)
+    return above if ms(below) > CLIFF * time and ms(above) <= (1 + TIE) * time else best
