@@ -107,8 +107,8 @@ def launch_shape(
     comm = config.bwd_num_comm_sms if backward else config.fwd_num_comm_sms
     comm = 0 if workspace.sizes.direct else comm
     pair = works_in_pairs(arch, sms, reserved, comm, workspace.precision == "mxfp8")
-    if backward:
-        pair = pair and pays_backward(shape.hidden_size, shape.intermediate_size)
+    pays = not backward or pays_backward(shape.hidden_size, shape.intermediate_size)
+    pair = pair and (pays if config.pairs is None else config.pairs)
     cluster = machine_of(arch).cluster(pair)
     comm = -(-comm // cluster) * cluster
     usable = (sms - reserved) // cluster * cluster

@@ -174,6 +174,9 @@ class Config:
         mxfp8_wire: with MXFP8, x travels quantised: half the bytes over the link, one small kernel to make
             them. A workspace keeps what it was made with.
         trace: kernels record begin and end of every task; ``Workspace.recorder`` reads them.
+        pairs: on Hopper, two CTAs work together on tiles of 256 rows and load their common operand once,
+            or each works alone on 128; None: together in forward, in backward where tasks are long.
+            Blackwell always works in pairs.
 
     Raises ShapeError or DtypeError.
     """
@@ -189,6 +192,7 @@ class Config:
     launch_control: bool = True
     trace: bool = False
     mxfp8_wire: bool = False
+    pairs: bool | None = None
 
     def __post_init__(self) -> None:
         _require_int("fwd_num_comm_sms", self.fwd_num_comm_sms, 1)
@@ -202,6 +206,8 @@ class Config:
                 f"macrobatch_size must be a multiple of minibatch_size ({self.minibatch_size})",
                 self.macrobatch_size,
             )
+        if self.pairs not in (None, True, False):
+            raise DtypeError("pairs must be True, False or None", repr(self.pairs))
         for name in ("schedule_capacity_multiplier", "timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool):

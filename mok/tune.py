@@ -28,6 +28,7 @@ TUNABLES = (
     "minibatch_size",
     "macrobatch_size",
     "schedule_capacity_multiplier",
+    "pairs",  # the choice of tiles: Hopper's two CTAs together on 256 rows, or each alone on 128
 )
 FORMAT = 1
 GAIN = 0.005
@@ -79,7 +80,7 @@ def candidates(
 ) -> Iterator[Config]:
     """Neighbours of a configuration along one tunable, near ones first.
 
-    Communicating SMs matter only where ranks communicate.
+    Communicating SMs matter only where ranks communicate, pairs only on Hopper.
     """
     tile = tile_rows(arch)
     change = dataclasses.replace
@@ -107,6 +108,10 @@ def candidates(
         for value in (0.25, 0.5, 1.0):
             if value != config.schedule_capacity_multiplier:
                 yield change(config, schedule_capacity_multiplier=value)
+    elif tunable == "pairs":
+        for together in (True, False):
+            if arch == "sm_90a" and together is not config.pairs:
+                yield change(config, pairs=together)
     else:
         raise MokError("the tunable must be a known one", repr(tunable), f"Known: {TUNABLES}")
 

@@ -297,6 +297,17 @@ def tunables_of(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in TUNABLES}
 
 
+def text_of(value: float | bool | None) -> str:
+    """A tunable's value; None leaves it to the shape."""
+    return (
+        "by shape"
+        if value is None
+        else str(value)
+        if value is True or value is False
+        else f"{value:g}"
+    )
+
+
 def passed(document: dict[str, Any]) -> bool:
     """The search ran; a wrong bit would have raised. Of a grid: the plan reached what is promised."""
     if "exhaustive" in document:
@@ -321,7 +332,7 @@ def show(document: dict[str, Any], console: Console) -> None:
     for column in ("tunable", "suggested", "best"):
         table.add_column(column, justify="left" if column == "tunable" else "right")
     for name, value in document["suggested"].items():
-        table.add_row(name, f"{value:g}", f"{document['best'][name]:g}")
+        table.add_row(name, text_of(value), text_of(document["best"][name]))
     table.add_row("ms", f"{document['suggested_ms']:.3f}", f"{document['best_ms']:.3f}")
     console.print(table)
     ended = "nothing near is faster" if document["finished"] else "the budget ended the search"

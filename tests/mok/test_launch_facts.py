@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 
+from mok import functional
+from mok.call import launch_shape
 from mok.config import Shape
 from mok.reference import integer_case
+from mok.runtime.group import Group
 from tests.helpers_layer import SMALL, Layer, run_layer
 
 pytest.importorskip("numba", reason="the emulator needs numba")
@@ -84,6 +87,23 @@ def test_the_grid_leaves_reserved_sms_free(ep_size, reserved):
     assert found.facts.comm_ctas == 1  # an odd number: no pairs
     grids = [r.grid[0] for r in machine.report.launches if r.kernel.startswith("forward")]
     assert grids == [7 - reserved] * ep_size
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_pairs_are_chosen_by_the_config_or_by_the_shape(backward):
+    """In backward short tasks do not pay for pairs; what cannot work in pairs does not."""
+    short, long = Shape(64, 128, 64, 4, 2), Shape(64, 4096, 4096, 4, 2)
+    with emulator(num_sms=8):
+        for shape, by_shape in ((short, not backward), (long, True)):
+            for pairs, want in ((None, by_shape), (True, True), (False, False)):
+                config = dataclasses.replace(SMALL, pairs=pairs)
+                with functional.create_workspace(
+                    config, Group.single("cpu"), max_tokens=64, hidden_size=shape.hidden_size,
+                    intermediate_size=shape.intermediate_size, num_experts=4, topk=2,
+                ) as workspace:  # fmt: skip
+                    assert launch_shape(workspace, config, backward)[2] == want
+                    full = dataclasses.replace(config, reserved_sms=4)
+                    assert not launch_shape(workspace, full, backward)[2]
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])

@@ -284,6 +284,7 @@ TUNABLES = {
     "macrobatch_size": ([128, 256, 768], [1, 2], lambda r: r.facts.ring_slots),
     "schedule_capacity_multiplier": ([1e-9, 0.5, 2.0], [1, 2], lambda r: r.facts.grid),
     "reserved_sms": ([0, 2, 3], [1, 2], lambda r: r.facts.grid),
+    "pairs": ([True, False], [1, 2], lambda r: r.facts.pair),
 }
 
 
@@ -296,6 +297,8 @@ def test_no_tunable_changes_a_bit(reference_bits, tunable, ep_size):
     roomy = {"schedule_capacity_multiplier": 2.0}
     if tunable == "minibatch_size":
         roomy["macrobatch_size"] = 512
+    if tunable == "pairs":
+        roomy["fwd_num_comm_sms"] = 2
     seen = []
     for value in settings:
         with emulator(num_sms=10):

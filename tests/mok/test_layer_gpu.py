@@ -253,6 +253,7 @@ TUNABLES = {
     "minibatch_size": ([128, 512, 4096], [1, 4], lambda r: r.minibatches),
     "macrobatch_size": ([1024, 4096, 8192], [1, 4], lambda r: r.facts.ring_slots),
     "schedule_capacity_multiplier": ([1e-6, 0.008, 0.5], [1, 4], lambda r: r.facts.grid),
+    "pairs": ([True, False], [1, 4], lambda r: r.facts.pair),
 }
 
 

@@ -167,6 +167,7 @@ TUNABLES = {
     "macrobatch": [{"macrobatch_size": n} for n in (8192, 18432, 40960)],
     "comm SMs": [{"bwd_num_comm_sms": n, "fwd_num_comm_sms": n} for n in (2, 8, 24)],
     "capacity": [{"schedule_capacity_multiplier": x} for x in (0.05, 0.3, 1.0)],
+    "pairs": [{"pairs": together} for together in (True, False)],
 }
 
 

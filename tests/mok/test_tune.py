@@ -35,6 +35,9 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_candidates_are_valid_neighbours(tunable, arch):
     found = list(candidates(tunable, START, RANKS, 132, arch))
+    if (tunable, arch) == ("pairs", "sm_100a"):  # always works in pairs
+        assert not found
+        return
     assert found
     for config in found:
         config.check(arch, 132, max(config.fwd_num_comm_sms, config.bwd_num_comm_sms))
@@ -126,18 +129,19 @@ def test_other_bits_end_the_search():
 
 
 def test_results_are_remembered_per_device_and_shape(folder):
-    best = Config(16, 12, 1024, 8192, 0.25)
+    best = Config(16, 12, 1024, 8192, 0.25, pairs=False)
     assert tune.lookup(SHAPE, H200) is None
     assert tune.record(SHAPE, H200, best, {"ms": 1.5}) == folder / "tune.json"
     assert tune.lookup(SHAPE, H200) == {
         "fwd_num_comm_sms": 16, "bwd_num_comm_sms": 12, "minibatch_size": 1024,
-        "macrobatch_size": 8192, "schedule_capacity_multiplier": 0.25,
+        "macrobatch_size": 8192, "schedule_capacity_multiplier": 0.25, "pairs": False,
     }  # fmt: skip
     assert tune.lookup(dataclasses.replace(SHAPE, num_tokens=2048), H200) is None
     assert tune.lookup(SHAPE, dataclasses.replace(H200, name="NVIDIA H100")) is None
     kept = dataclasses.replace(START, timeout_s=7.0, debug=True)
     applied = tune.apply(kept, SHAPE, H200)
     assert (applied.minibatch_size, applied.timeout_s, applied.debug) == (1024, 7.0, True)
+    assert applied.pairs is False
     tune.record(RANKS, H200, START, {})
     assert tune.lookup(SHAPE, H200)["minibatch_size"] == 1024  # the first one stays
     assert tune.forget(SHAPE, H200) and not tune.forget(SHAPE, H200)
