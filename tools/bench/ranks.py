@@ -25,10 +25,12 @@ from mok.config import Config, Shape
 from mok.reference import Case, integer_case, random_case
 from mok.runtime.group import Group
 from mok.tools.bench.sweep import config_with
+from mok.tools.bench.timing import Regime
 
 Call = Callable[[], Any]
 PROGRAMS = ("mok", "mok-local", "nccl-torch")
 PASSES = ("forward", "backward")
+REGIME = Regime()
 
 
 def shapes(size: int) -> dict[str, tuple[int, ...]]:
@@ -212,7 +214,7 @@ def made(
         yield forward, backward, None
 
 
-def window(rank: Rank, call: Call, warm_ms: float, run_ms: float) -> float:
+def window(rank: Rank, call: Call, regime: Regime) -> float:
     """Milliseconds of a call in the steady regime: the slowest rank's mean."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -220,7 +222,7 @@ def window(rank: Rank, call: Call, warm_ms: float, run_ms: float) -> float:
     end.record()
     torch.cuda.synchronize()
     once = max(rank.maximum(begin.elapsed_time(end)), 1e-3)
-    warm, run = (max(2, int(ms / once)) for ms in (warm_ms, run_ms))
+    warm, run = (max(2, int(ms / once)) for ms in (regime.warm_ms, regime.run_ms))
     dist.barrier()
     for _ in range(warm):
         call()
@@ -239,8 +241,7 @@ def measure(
     kind: str = "random",
     idle: bool = False,
     rounds: int = 2,
-    warm_ms: float = 80.0,
-    run_ms: float = 160.0,
+    regime: Regime = REGIME,
     **changes: int,
 ) -> list[dict[str, Any]]:
     """Rows of results of one shape, (T per rank, H, I, E, K); programs take turns.
@@ -258,7 +259,7 @@ def measure(
             with made(name, rank, case, idle, changes) as (forward, backward, config):
                 configs[name] = config
                 for pass_name, call in zip(PASSES, (forward, backward), strict=True):
-                    ms = window(rank, call, warm_ms, run_ms)
+                    ms = window(rank, call, regime)
                     times.setdefault((name, pass_name), []).append(ms)
             torch.cuda.empty_cache()
     rows = []

@@ -91,8 +91,10 @@ def _layer(
     """Bits, then the shapes with all programs, then skew and an idle rank with ours alone; or a sweep."""
     from mok.commands.bench import windows
     from mok.tools.bench import ranks
+    from mok.tools.bench.timing import Regime
 
-    rounds, length = args.rounds or 2, windows(args)
+    rounds, regime = args.rounds or 2, Regime(**windows(args))
+    document["regime"] = {"warm_ms": regime.warm_ms, "run_ms": regime.run_ms, "rounds": rounds}
     known = ranks.shapes(rank.size)
     if args.shape:
         known = {text: _sizes(text) for text in args.shape}
@@ -108,7 +110,9 @@ def _layer(
     for sizes, programs, options in runs:
         options = dict(options)
         changes = options.pop("changes", {})
-        rows = ranks.measure(rank, sizes, programs, rounds=rounds, **options, **changes, **length)
+        rows = ranks.measure(
+            rank, sizes, programs, rounds=rounds, regime=regime, **options, **changes
+        )
         document["rows"] += rows
         for row in rows:
             say(
@@ -181,6 +185,11 @@ def show(document: dict[str, Any], console: Console) -> None:
 
         show_links(document["links"], console)
         return
+    regime = document["regime"]
+    console.print(
+        f"windows of {regime['run_ms']:g} ms after {regime['warm_ms']:g} ms of warm-up, "
+        f"{regime['rounds']} rounds"
+    )
     for name, found in document.get("bits", {}).items():
         console.print(f"same bits as EP = 1, {name}: {found}")
     table = Table(title="Per GPU, slowest rank")

@@ -74,9 +74,11 @@ def test_tables_compare_with_the_peer():
     document = {
         "ranks": 2, "rank": 0, "device": "GPU", "rows": ROWS, "bits": {"case": {"output": True}},
         "exposed": {"[8, 64, 64, 4, 2]": {"forward": 0.25}},
+        "regime": {"warm_ms": 400.0, "run_ms": 300.0, "rounds": 2},
     }  # fmt: skip
     text = text_of(ranks_command.show, document)
     assert "2.50×" in text and "25.0 %" in text
+    assert "windows of 300 ms after 400 ms" in text
     assert ranks_command.passed(document)
     assert not ranks_command.passed(document | {"bits": {"case": {"output": False}}})
     assert not ranks_command.passed(document | {"rows": []})
