@@ -259,7 +259,8 @@ def sweep_entries(
     if backend.info is None or backend.arch is None:
         raise MokError("a sweep needs a GPU with kernels", backend.name, "Run it where one is")
     full = bench.shape
-    ep = args.ep if args.ep > 1 or tunable == "schedule_capacity_multiplier" else SWEEP_EP
+    at_one_rank = tunable in ("schedule_capacity_multiplier", "pairs")
+    ep = args.ep if args.ep > 1 or at_one_rank else SWEEP_EP
     tokens = -(-full.num_tokens // ep)
     shape: Shape = dataclasses.replace(full, num_tokens=tokens, ep_size=ep)
     base = Config.suggest(shape, backend.info)

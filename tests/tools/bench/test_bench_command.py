@@ -256,6 +256,10 @@ def test_a_sweep_runs_ours_through_the_ring_with_each_value(monkeypatch, tmp_pat
     capacity = prepared(monkeypatch, tmp_path, "--sweep", "capacity", "--peers", "torch")
     names = [e.name for e in capacity.settings.entries]
     assert names == ["mok"] * 4 + ["torch", "cublas"]
+    pairs = prepared(monkeypatch, tmp_path, "--sweep", "pairs")
+    assert [(e.name, e.config.pairs) for e in pairs.settings.entries] == [
+        ("mok", False), ("mok", True),
+    ]  # fmt: skip
 
 
 def test_a_sweep_takes_every_shape_that_is_given(monkeypatch, tmp_path):
