@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     backend.announce(progress.out)
     if not backend.on_gpu:
         torch.set_num_threads(1)  # small matrices: threads cost more than they give
-    cases = []
+    cases: list[dict[str, Any]] = []
     with progress.status("Checking …") as status:
         if ranks is not None:
             processes.require_kernel(backend.kind, backend.note)
@@ -59,12 +60,18 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         for what, make, check in checks:
             if args.what not in (what, "all"):
                 continue
-            chosen = make(backend, args.model, args.quick)
+            chosen = list(make(backend, args.model, args.quick))
             if ranks is not None:
-                chosen = on_processes(chosen, ranks.size)
-            for case in chosen:
-                status.update(f"Checking {what}, {case.name} …")
-                cases += check(case, backend)
+                chosen = list(on_processes(iter(chosen), ranks.size))
+            begin, found = time.perf_counter(), []
+            for number, case in enumerate(chosen, 1):
+                status.update(f"Checking {what} {number} of {len(chosen)}, {case.name} …")
+                found += check(case, backend)
+            if processes.is_leader():  # in a log, too, and of a run that is cut off
+                wrong = sum(not row["ok"] for row in found)
+                seconds = time.perf_counter() - begin
+                progress.print(f"{what}: {len(found)} results, {wrong} wrong, {seconds:.0f} s")
+            cases += found
     size = 1 if ranks is None else ranks.size
     note = backend.note
     if args.what in ("mxfp8", "all") and backend.arch == "sm_90a":
