@@ -155,7 +155,7 @@ def test_a_competing_grid_gets_its_sms(way, sms, monkeypatch):
 @EVERY_WAY
 def test_a_competing_grid_of_any_size(way, sms, seed):
     met = [m for m in give_way(way, sms, seed) if m.arrived is not None]
-    # It ends, or has all its SMs when the layer ends on the others, or nothing of the layer had to go for it.
+    # It ends, or all of it has begun when the layer ends on other SMs, or nothing of the layer had to go for it.
     assert all(
-        m.ended is not None or len(m.taken) == sms or m.refused == m.relaunched == 0 for m in met
+        m.ended is not None or m.blocks == sms or m.refused == m.relaunched == 0 for m in met
     )

@@ -50,6 +50,7 @@ class Preemption:
     kernel: str
     arrived: int | None = None
     ended: int | None = None
+    blocks: int = 0  # of it that have begun; one may take the SM of one that has ended
     taken: set[int] = field(default_factory=set)  # SMs it ran on
     left: int = 0  # SMs among them that a cluster of ours had left
     refused: int = 0  # launch queries refused on its account
@@ -92,6 +93,7 @@ class Rival:
             length = self.draw(*DURATION) if self.steps is None else self.steps
             self.running[sm] = now + length
             self.waiting -= 1
+            self.record.blocks += 1
             if sm not in self.record.taken and sm in self.used:
                 self.record.left += 1
             self.record.taken.add(sm)
