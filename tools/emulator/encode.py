@@ -4,7 +4,7 @@ Every operand becomes a row of the warp's register file: registers, constants an
 registers alike.  Operations that need Python become OP_PY records that name a ``PyOp``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,11 +58,36 @@ class Program:
     dynamic_smem_align: int
     local_bytes: int
     registers: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int | None] | None = None  # see constant()
 
     @property
     def operations(self) -> set[int]:
         """Numbers of the register operations that it uses."""
         return {int(op) for op in np.unique(self.code[:, L.I_OP]) if op < L.ALU_END}
+
+    def constant(self, op: Operand) -> int | None:
+        """Value of an immediate, or of a register that only one ``mov`` of an immediate writes."""
+        if op[0] == "i":
+            return int(op[1])
+        if self.moved is None:
+            self.moved = {}
+            for ins in self.kernel.code:
+                for name in _registers(ins.operands[:1]):
+                    one = name not in self.moved and ins.mods[0] == "mov" and not ins.guard
+                    immediate = one and ins.operands[1][0] == "i"
+                    self.moved[name] = ins.operands[1][1] if immediate else None
+        return self.moved.get(op[1]) if op[0] == "r" else None
+
+
+def _registers(operands: Iterable[Operand]) -> Iterator[str]:
+    """Names of the registers that operands hold, but for those of addresses."""
+    for op in operands:
+        if op[0] == "r":
+            yield op[1]
+        elif op[0] == "v":
+            yield from _registers(op[1])
+        elif op[0] in ("n", "p"):
+            yield from _registers(op[1:])
 
 
 class Encoder:

@@ -198,6 +198,9 @@ class Machine(Residency, BulkOps):
                 f"the kernel is for {self.program.module.target}",
                 "compile for the emulated architecture, or make the emulator for the kernel's",
             )
+        from mok.tools.emulator.tcgen05 import check_allocations  # which imports this module
+
+        check_allocations(self.program)
 
     def _read_params(self) -> None:
         size = max(64, self.program.param_bytes)

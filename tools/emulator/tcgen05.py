@@ -8,7 +8,8 @@ import numpy as np
 
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.asyncops import complete_tx
-from mok.tools.emulator.errors import EmulatorError
+from mok.tools.emulator.encode import Program
+from mok.tools.emulator.errors import EmulatorError, LaunchError
 from mok.tools.emulator.machine import WAIT, Cta, Machine, Warp
 from mok.tools.emulator.tma import generic_smem
 from mok.tools.emulator.wgmma import BYTES, read_operand, to_float
@@ -78,13 +79,33 @@ def split(address: int) -> tuple[int, int]:
 
 # -- allocation ----------------------------------------------------------------------
 
+_ALLOCATION = "TMEM is allocated in powers of two from 32 to 512 columns"
+
+
+def _fits(columns: int) -> bool:
+    return 32 <= columns <= COLUMNS and columns & (columns - 1) == 0
+
+
+def check_allocations(program: Program) -> None:
+    """Raises LaunchError for an allocation that no launch of the kernel can get: of a number of columns, in
+    the PTX, that does not exist, or of any on a target without tensor memory."""
+    for op in program.pyops:
+        if not op.ins.name.startswith("tcgen05.alloc"):
+            continue
+        at = f"{op.ins.text[:120]!r} at PTX line {op.ins.line}"
+        if program.module.target.startswith("sm_9"):
+            raise LaunchError("tensor memory exists on sm_100a and later", at)
+        columns = program.constant(op.ins.operands[1])
+        if columns is not None and not _fits(columns):
+            raise LaunchError(_ALLOCATION, f"{columns}, {at}", "allocate less, or the next power")
+
 
 def op_alloc(machine: Machine, w: Warp, op: Any) -> Any:
     """tcgen05.alloc: columns for the CTA, or for both of a pair; waits until they are free."""
     lane = w.lanes()[0]
     columns = w.value(op.operands[1], lane) & 0xFFFFFFFF
-    if columns < 32 or columns > COLUMNS or columns & (columns - 1):
-        raise EmulatorError("TMEM is allocated in powers of two from 32 to 512 columns", columns)
+    if not _fits(columns):
+        raise EmulatorError(_ALLOCATION, columns)
     if w.cta.extra.get("relinquished"):
         raise EmulatorError("no allocation may follow relinquish_alloc_permit", w.cta.coords)
     start = _allocate(machine, w, columns, "cta_group::2" in op.ins.mods)

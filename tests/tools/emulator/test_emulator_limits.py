@@ -55,21 +55,39 @@ ALLOC = (
 )
 
 
+def launch_allocations(first, second, before="", arch="sm_100a"):
+    text = before + ALLOC.format(first=first, second=second)
+    run(kernel(text, shared=64), words(), arch=arch)
+
+
 @pytest.mark.parametrize(
     "first,second,rule",
     [
-        (1024, 32, "powers of two from 32 to 512"),
-        (48, 32, "powers of two from 32 to 512"),
         (512, 32, r"deadlock(.|\n)*512 of 512 columns"),
         (256, 128, "must free its TMEM"),
     ],
 )
 def test_more_tensor_memory_than_there_is(first, second, rule):
     with pytest.raises(KernelFault, match=rule):
-        run(
-            kernel(ALLOC.format(first=first, second=second), shared=64),
-            words(),
-            arch="sm_100a",
+        launch_allocations(first, second)
+
+
+@pytest.mark.parametrize("columns", [1024, 48, 16, 0])
+def test_tensor_memory_that_no_launch_can_get(columns):
+    """Refused before the launch, whether the PTX says it in place or, as the DSL, through a register."""
+    rule = f"powers of two from 32 to 512 columns: {columns}, 'tcgen05.alloc"
+    with pytest.raises(LaunchError, match=rule):
+        launch_allocations(32, columns)
+    with pytest.raises(LaunchError, match=rule):
+        launch_allocations("%r9", 32, f"mov.b32 %r9, {columns};\n")
+
+
+def test_a_number_of_columns_that_only_the_run_knows():
+    with pytest.raises(KernelFault, match="powers of two from 32 to 512 columns: 1024"):
+        launch_allocations("%r9", 32, "mov.b32 %r9, 512;\nadd.u32 %r9, %r9, 512;\n")
+    with pytest.raises(KernelFault, match="must free its TMEM"):  # 64: the guard leaves the 48 out
+        launch_allocations(
+            "%r9", 32, "setp.eq.u32 %p1, 0, 1;\nmov.b32 %r9, 64;\n@%p1 mov.b32 %r9, 48;\n"
         )
 
 
@@ -97,8 +115,8 @@ def test_a_pair_of_ctas_allocates_tensor_memory_together(seed):
 
 
 def test_tensor_memory_on_hopper():
-    with pytest.raises(KernelFault, match="sm_100a and later"):
-        run(kernel(ALLOC.format(first=32, second=32), shared=64), words())
+    with pytest.raises(LaunchError, match="sm_100a and later"):
+        launch_allocations(32, 32, arch="sm_90a")
 
 
 def test_a_launch_of_a_kernel_that_is_not_in_the_ptx():
