@@ -26,6 +26,18 @@ from tests.helpers import stream_of
 
 FACTORY = "mok.kernels_cute.forward:ForwardKernel"
 SCHEDULE = ("peer_rank", "peer_token_idx", "block_expert", "num_rows", "expert_offset")
+# Buffers that the kernel writes before it reads them.
+FRESH = (
+    "x_ring",
+    "hidden",
+    "y",
+    "shared_hidden",
+    "shared_y",
+    "gate",
+    "up",
+    "shared_gate",
+    "shared_up",
+)
 TIMEOUT_NS = 30_000_000_000
 
 
@@ -189,6 +201,7 @@ class ForwardRun:
         )
         if register is not None:
             register(x, *b.values(), *weights, *scales, *shared, *self.tensors())
+            register(*(b[name] for name in FRESH), written=False)
         launch(
             self.kernel,
             x.data_ptr(),

@@ -127,6 +127,12 @@ class Checker:
                 self.global_shadow[i] = array
         self.global_table = table
         m.x[L.X_GSHADOW] = table.ctypes.data
+        if any(r.start in m.written for r in m.memory):
+            self.written_table = np.array(
+                [m.written[r.start].ctypes.data if r.start in m.written else 0 for r in m.memory],
+                dtype=np.int64,
+            )
+            m.x[L.X_WRITTEN] = self.written_table.ctypes.data
 
     # -- CTAs and warps ---------------------------------------------------------------
 
@@ -220,6 +226,7 @@ class Checker:
         uninit: bool,
         rows: int = 1,
         pitch: int = 0,
+        written: int = 0,
     ) -> None:
         a = self.agent
         if a is not None:
@@ -236,6 +243,7 @@ class Checker:
                 np.int64(a.pc),
                 np.int64(address),
                 uninit,
+                np.int64(written),
             )
 
     def smem(self, cta: "Cta", offset: int, size: int, write: bool, more: int = 0) -> None:
@@ -275,14 +283,37 @@ class Checker:
         words = self.global_words(address, count)
         if words is not None:
             kind = (race.WRITE if write else race.READ) | race.ASYNC
-            kind |= race.STRONG if atomic else 0
-            self._check(words.ctypes.data, count, kind, address, False, rows, pitch)
+            kind |= race.STRONG | race.UPDATE if atomic else 0
+            written = self._written(address)
+            self._check(words.ctypes.data, count, kind, address, False, rows, pitch, written)
 
     def global_by_warp(self, w: "Warp", address: int, size: int, write: bool) -> None:
         """A generic access to whole words that a warp makes through a Python handler."""
         words = self.global_words(address, size >> 2)
         if words is not None:
             self._by_warp(w, words.ctypes.data, size >> 2, write, address, False)
+            written = self._written(address)
+            if written:
+                race.check_written(
+                    self.machine.x.ctypes.data,
+                    np.int64(written),
+                    np.int64(size >> 2),
+                    np.int64(15),
+                    np.int64(int(write)),
+                    np.int64(w.index << 32 | int(self.row(w, 0)[w.index])),
+                    np.int64(int(w.state[L.W_PC])),
+                    np.int64(-1),
+                    np.int64(address),
+                )
+
+    def _written(self, address: int) -> int:
+        """Where the byte of a word's written bytes is; 0 where they are not followed."""
+        m = self.machine
+        if not m.x[L.X_WRITTEN]:
+            return 0
+        i = int(np.searchsorted(m.ranges[: len(m.memory), 0], address, side="right")) - 1
+        first = int(self.written_table[i])
+        return first and first + (address >> 2) - (int(m.ranges[i, 0]) >> 2)
 
     def global_words(self, address: int, count: int) -> np.ndarray | None:
         """Shadow records of ``count`` words of registered global memory; None where not tracked."""
@@ -356,7 +387,11 @@ class Checker:
         out = []
         for i in range(int(self.machine.x[L.X_NREPORTS])):
             kind, epoch, pc, lane, address, other, other_pc, _ = (int(v) for v in self.reports[i])
-            second = "" if kind in (L.F_UNINIT, L.F_MISSED) else self._who(other, other_pc)
+            second = (
+                ""
+                if kind in (L.F_UNINIT, L.F_UNWRITTEN, L.F_MISSED)
+                else self._who(other, other_pc)
+            )
             rule, place = L.FAULT_TEXT[kind], ""
             if address < 0:
                 place = f"TMEM column {(address - TMEM_BASE) // 4}"

@@ -195,6 +195,8 @@ class Emulator:
         self.gpu = 0
         self._queues: dict[int, list[Machine]] | None = None
         self._ranges: dict[int, tuple[int, int]] = {}  # start: end, GPU
+        # Of ranges, by their start, that had unwritten parts: of each word the bytes that are written.
+        self._written: dict[int, np.ndarray] = {}
         self._keep: list[Any] = []
         self._stack: contextlib.ExitStack | None = None
         self._globals: dict[tuple[int, str], np.ndarray] = {}
@@ -210,8 +212,14 @@ class Emulator:
         finally:
             self.gpu = before
 
-    def register(self, *tensors: Any, gpu: int = 0) -> None:
-        """Declares tensors (torch or numpy, on the CPU) as memory of ``gpu`` that kernels may access."""
+    def register(self, *tensors: Any, gpu: int = 0, written: bool | None = None) -> None:
+        """Declares tensors (torch or numpy, on the CPU) as memory of ``gpu`` that kernels may access.
+
+        The whole storage of a torch tensor counts.  ``written=False``: nothing has written the tensor's own
+        elements yet, and the checkers report a read of them before a kernel's write; ``written=True``: the
+        host has written them since.  Both are for contiguous tensors.  By default all is as before, and
+        memory that was never declared as unwritten is written.  A launch without checkers forgets it all.
+        """
         if not 0 <= gpu < self.num_gpus:
             raise EmulatorError(f"the emulator has {self.num_gpus} GPUs, counted from 0", gpu)
         for t in tensors:
@@ -222,8 +230,36 @@ class Emulator:
                 start, size = storage.data_ptr(), storage.nbytes()
             else:
                 start, size = t.__array_interface__["data"][0], t.nbytes
+                if written is not None:  # of an array, numpy does not say the storage
+                    inside = (
+                        (s, e - s)
+                        for s, (e, _) in self._ranges.items()
+                        if s <= start and start + size <= e
+                    )
+                    start, size = next(inside, (start, size))
+            if self._ranges.get(start, (start + size, gpu))[0] != start + size:
+                self._written.pop(start, None)  # a storage of another size now
             self._ranges[start] = start + size, gpu
             self._keep.append(t)
+            if written is not None:
+                self._note_written(t, start, size, written)
+
+    def _note_written(self, t: Any, start: int, size: int, written: bool) -> None:
+        """Notes whether the host has written a tensor of the storage at ``start``."""
+        torches = hasattr(t, "untyped_storage")
+        if not (t.is_contiguous() if torches else t.flags.c_contiguous):
+            raise EmulatorError("what is declared as written or not is contiguous", t.shape)
+        first = t.data_ptr() if torches else t.__array_interface__["data"][0]
+        last = first + (t.numel() * t.element_size() if torches else t.nbytes)
+        if written and start not in self._written:
+            return
+        if start not in self._written:
+            words = (start + size + 3 >> 2) - (start >> 2)
+            self._written[start] = np.full(words, 15, dtype=np.uint8)
+        masks = self._written[start][(first >> 2) - (start >> 2) : (last + 3 >> 2) - (start >> 2)]
+        bits = np.unpackbits(masks[:, None], axis=1, count=4, bitorder="little").reshape(-1)
+        bits[first & 3 : (first & 3) + last - first] = written
+        masks[:] = np.packbits(bits.reshape(-1, 4), axis=1, bitorder="little")[:, 0]
 
     def register_live(self) -> None:
         """Registers every CPU tensor of torch that is alive now."""
@@ -294,7 +330,10 @@ class Emulator:
             self.max_steps,
             self.preempt,
             self.gpu,
+            self._written,
         )
+        if not self.check:  # nobody notes what this launch writes
+            self._written.clear()
         machine.progress = self.progress
         if machine.preemption is not None:
             self.report.preemptions.append(machine.preemption)

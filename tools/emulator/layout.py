@@ -187,7 +187,8 @@ CLUSTER_WORDS: Final = 64
     X_SMEM,
     X_SMEM_END,
     X_CROWDED,
-) = range(41)
+    X_WRITTEN,
+) = range(42)
 MACHINE_WORDS: Final = 64
 
 # Stores to another GPU's memory that it does not see yet: their count, then per store its address,
@@ -225,6 +226,7 @@ F_MAP: Final = 19
 F_EARLY: Final = 20
 F_MISSED: Final = 21
 F_MBAR_COUNT: Final = 22
+F_UNWRITTEN: Final = 23
 
 FAULT_TEXT: Final = {
     F_OOB_SHARED: "shared memory access out of bounds",
@@ -239,6 +241,7 @@ FAULT_TEXT: Final = {
     F_MBAR_OVERFLOW: "more arrivals at an mbarrier than its phase expects",
     F_NULL: "access to a null address",
     F_UNINIT: "read of shared memory that nothing has written",
+    F_UNWRITTEN: "read of global memory that nothing has written",
     F_RACE: "data race",
     F_EXITED: "access to the shared memory of a CTA that has exited",
     F_SCOPE: "an ordered access to another GPU's memory needs scope sys",

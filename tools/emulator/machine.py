@@ -132,8 +132,10 @@ class Machine(Residency, BulkOps):
         max_steps: int | None = None,
         competitor: Competitor | None = None,
         gpu: int = 0,
+        written: dict[int, np.ndarray] | None = None,
     ) -> None:
         self.check = check
+        self.written = written or {}  # per range, by its start: of each word the bytes written
         self.late = LateStores(self)
         self.gpu, self.memory = gpu, sorted(ranges)
         self.range_gpus = np.array([r.gpu for r in self.memory] or [0], dtype=np.int64)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mok.tools.emulator.atomics import combine
+from mok.tools.emulator.atomics import A_EXCH, combine
 from mok.tools.emulator.clocks import ordered
 from mok.tools.emulator.intrinsics import ld32, ld64, sext8, sext16, sext32, st8, st64
 from mok.tools.emulator.jit import njit
@@ -44,7 +44,7 @@ from mok.tools.emulator.memory import (
     resolve,
     store,
 )
-from mok.tools.emulator.race import COPY, check_access, strong_kind
+from mok.tools.emulator.race import COPY, UPDATE, check_access, strong_kind
 from mok.tools.emulator.syncops import sleep_on
 
 _I = np.int64
@@ -190,7 +190,7 @@ def op_atomic(X, W, c, R, m, pc):
             return 2
         if check:
             addr = ld64(a + 8 * l) + offset
-            how = 1 | strong_kind(x >> 20)
+            how = 1 | strong_kind(x >> 20) | (UPDATE if d != 0x7FFFFFFF or kind != A_EXCH else 0)
             check_access(X, W, space, addr, host, size * n, how, pc, l)
             ordered(X, W, host, True, True, (x >> 17) & 1, (x >> 18) & 1, x >> 20)
         late = ld64(X + 8 * X_LATE) != 0

@@ -7,7 +7,7 @@ Shadow memory holds one record per 4 bytes: the last write and up to three reads
 import numpy as np
 
 from mok.tools.emulator.clocks import covered, warp_row
-from mok.tools.emulator.intrinsics import ld32, ld64, st64
+from mok.tools.emulator.intrinsics import ld8, ld32, ld64, st8, st64
 from mok.tools.emulator.jit import njit
 from mok.tools.emulator.layout import (
     C_CLUSTER,
@@ -17,6 +17,7 @@ from mok.tools.emulator.layout import (
     F_RACE,
     F_REPLY,
     F_UNINIT,
+    F_UNWRITTEN,
     L_SHADOW,
     LOCAL_BASE,
     RANK_SHIFT,
@@ -37,6 +38,7 @@ from mok.tools.emulator.layout import (
     X_RANGES,
     X_REPORTS,
     X_WARPS,
+    X_WRITTEN,
 )
 
 _I = np.int64
@@ -53,6 +55,7 @@ MMA = 16  # an operand of a matrix operation
 CTA_SCOPE = 32  # strong, but only towards its CTA
 CLUSTER_SCOPE = 64  # strong, but only towards its cluster
 REPLY = 128  # a launch query's reply
+UPDATE = 256  # a write that reads what it replaces; not kept in the history
 
 
 @njit
@@ -211,12 +214,27 @@ def shadow_of(X, W, space, addr, host):
 
 
 @njit
+def check_written(X, written, count, mask, kind, epoch, pc, lane, addr):
+    """Global memory of which it is known what has been written: a byte per word, its bits the word's bytes."""
+    for i in range(count):
+        have = ld8(written + i)
+        if have & mask == mask:
+            continue
+        if kind & WRITE == 0 or kind & UPDATE:
+            report(X, F_UNWRITTEN, epoch, pc, lane, addr + 4 * i, _I(0), _I(0))
+        if kind & WRITE:
+            st8(written + i, have | mask)
+
+
+@njit
 def check_access(X, W, space, addr, host, size, kind, pc, lane):
     """A warp's access of ``size`` bytes."""
     shadow = shadow_of(X, W, space, addr, host)
     if shadow == 0:
         return
     shared = space == SP_SHARED or (space == SP_GENERIC and addr >> 56 == 1)
+    update = kind & UPDATE
+    kind &= ~_I(UPDATE)
     agent = ld64(W + 8 * W_AGENT)
     clock, proxy = warp_row(X, W, 0), warp_row(X, W, 1)
     epoch = agent << 32 | ld32(clock + 4 * agent)
@@ -229,6 +247,13 @@ def check_access(X, W, space, addr, host, size, kind, pc, lane):
         touch(
             X, shadow + RECORD * i, mask, kind, epoch, clock, proxy, pc, lane, host + 4 * i, shared
         )
+    if not shared and ld64(X + 8 * X_WRITTEN) != 0:
+        last = ld64(X + 8 * X_LAST_RANGE)
+        written = ld64(ld64(X + 8 * X_WRITTEN) + 8 * last)
+        if written != 0:
+            written += (host >> 2) - (ld64(ld64(X + 8 * X_RANGES) + 16 * last) >> 2)
+            count = (size + 3) >> 2
+            check_written(X, written, count, mask, kind | update, epoch, pc, lane, host)
 
 
 @njit
@@ -251,11 +276,14 @@ def check_range(X, shadow, count, kind, epoch, clock, proxy, pc, addr, uninit):
 
 
 @njit
-def check_rows(X, shadow, count, rows, pitch, kind, epoch, clock, proxy, pc, addr, uninit):
-    """``check_range`` of ``rows`` ranges, ``pitch`` bytes apart."""
+def check_rows(X, shadow, count, rows, pitch, kind, epoch, clock, proxy, pc, addr, uninit, written):
+    """``check_range`` of ``rows`` ranges, ``pitch`` bytes apart.  ``written``: of ``check_written``, or 0."""
+    plain = kind & ~_I(UPDATE)
     for r in range(rows):
-        at = shadow + RECORD * (r * pitch >> 2)
-        check_range(X, at, count, kind, epoch, clock, proxy, pc, addr + r * pitch, uninit)
+        at, word = addr + r * pitch, r * pitch >> 2
+        check_range(X, shadow + RECORD * word, count, plain, epoch, clock, proxy, pc, at, uninit)
+        if written != 0:
+            check_written(X, written + word, count, _I(15), kind, epoch, pc, _I(-1), at)
 
 
 @njit
