@@ -53,6 +53,13 @@ def call(spec: KernelSpec, device: torch.device, **arguments) -> None:
     )
 
 
+def declare_fresh(*buffers: Tensor) -> None:
+    """Tells an emulator that nothing has been written to the buffers yet."""
+    emulator = active_emulator()
+    if emulator is not None:
+        emulator.register(*buffers, written=False)
+
+
 class BackwardRun:
     """One layer call and its gradients on ``ep_size`` virtual ranks that share a device.
 
@@ -111,8 +118,14 @@ class BackwardRun:
         self.make_heap(dy)
 
     def full(self, *size: int, dtype: torch.dtype = BF16, value: float = torch.nan) -> Tensor:
-        """A buffer with room for one element at least."""
-        return torch.full([max(n, 1) for n in size], value, dtype=dtype, device=self.device)
+        """A buffer with room for one element at least.
+
+        Zeros are zeros; another value is none yet: an emulator reports a read of it before a kernel's write.
+        """
+        buffer = torch.full([max(n, 1) for n in size], value, dtype=dtype, device=self.device)
+        if value != 0:
+            declare_fresh(buffer)
+        return buffer
 
     def words(self, *size: int, value: int = 0) -> Tensor:
         return self.full(*size, dtype=torch.int32, value=value)
@@ -168,6 +181,7 @@ class BackwardRun:
         emulator = active_emulator()
         if emulator is not None:
             emulator.register(self.heap, self.record)
+            declare_fresh(*(v for name in ("slots", "dx", "dw") for v in self.views[name]))
         self.ranks = [_Rank(self, r) for r in range(self.ep_size)]
         for rank in self.ranks:
             rank.forward()
@@ -311,6 +325,9 @@ class _Rank:
                 outputs[f"dw_{name}"][: self.experts] = getattr(run.into.routed, name)[self.local]
                 if run.into.shared is not None:
                     outputs[f"shared_dw_{name}"][:] = getattr(run.into.shared, name)[self.rank]
+            emulator = active_emulator()
+            if emulator is not None:
+                emulator.register(*outputs.values(), written=True)
         return outputs
 
     def sizes(self) -> dict[str, int]:

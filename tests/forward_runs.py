@@ -87,6 +87,7 @@ class ForwardRun:
         self.direct = ep_size == 1 and num_comm_ctas == 0
         self.mxfp8 = mxfp8
         self.scaled = mxfp8 and arch != "sm_90a"  # the MMA takes E4M3 and scales
+        self.wire = wire
         config["mxfp8"] = mxfp8
         if wire:
             config["wire"] = True
@@ -201,7 +202,7 @@ class ForwardRun:
         )
         if register is not None:
             register(x, *b.values(), *weights, *scales, *shared, *self.tensors())
-            register(*(b[name] for name in FRESH), written=False)
+            register(*(b[name] for name in FRESH), *scales[3:], written=False)
         launch(
             self.kernel,
             x.data_ptr(),
@@ -239,6 +240,9 @@ class ForwardRun:
     def run(self, register=None) -> Tensor:
         """Launch every rank in turn; bf16 [N, H], the ranks' outputs one after the other."""
         self.saved = []
+        if register is not None and not self.wire:
+            slots = (self.heap[r * self.stride :][: self.stride] for r in range(self.ep_size))
+            register(*(s[self.slots_at :] for s in slots), written=False)
         for rank in range(self.ep_size):
             self.launch(rank, register)
         return torch.cat([self.output(rank) for rank in range(self.ep_size)])

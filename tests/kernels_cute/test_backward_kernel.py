@@ -12,6 +12,7 @@ from mok.reference import (
     backward_oracle,
     relative_l2,
 )
+from mok.tools.emulator import Emulator, KernelFault
 from tests.backward_cases import (
     LARGE_DIRECT,
     LARGE_RING,
@@ -57,6 +58,18 @@ def exact_in_the_emulator(layer, grad_mode="bf16"):
 @pytest.mark.parametrize("layer", [*DIRECT, *RING], ids=str)
 def test_exact_gradients_in_the_emulator(layer):
     exact_in_the_emulator(layer)
+
+
+@pytest.mark.emulator
+def test_a_context_that_no_forward_has_written_is_reported(monkeypatch):
+    monkeypatch.setattr("tests.backward_runs._Rank.forward", lambda rank: None)
+    run, _ = exact_run(DIRECT[0], ARCH, "cpu", grid=2)
+    with (
+        Emulator(ARCH, num_sms=4, check=True) as emulator,
+        pytest.raises(KernelFault, match="read of global memory that nothing has written"),
+    ):
+        run.launch()
+    assert all(f.rule.startswith("read of global") for f in emulator.report.findings)
 
 
 @pytest.mark.emulator

@@ -8,6 +8,7 @@ import torch
 
 from mok.config import Shape
 from mok.reference import forward_loop, integer_case
+from mok.tools.emulator import KernelFault
 from tests.forward_runs import ForwardRun, emulated
 
 pytestmark = pytest.mark.emulator
@@ -52,3 +53,16 @@ def test_no_report_on_the_adversarial_machine(ep_size):
 @pytest.mark.parametrize("seed", range(20))
 def test_no_report_with_many_seeds(seed):
     assert not run("sm_90a", 2, seed=seed, check=True).findings
+
+
+def test_a_token_that_nobody_has_written_is_reported():
+    """The heap's x of rank 1, which the kernels of both ranks fetch."""
+    case = integer_case(Shape(256, 256, 256, 4, 2, 2), seed=1)
+    with emulated("sm_90a", 8, check=True) as emulator:
+        layer = ForwardRun(
+            case, "sm_90a", 2, minibatch=256, macrobatch=512, grid=8, num_comm_ctas=2
+        )
+        emulator.register(layer.heap)
+        emulator.register(layer.heap[layer.stride :][: layer.slots_at], written=False)
+        with pytest.raises(KernelFault, match=r"global memory that nothing(.|\n)*tensor 0 \+ 0x"):
+            layer.run(emulator.register)
