@@ -307,6 +307,9 @@ class MmaShape:
         self.a, self.b = table[a], table[b]
         self.negate = bool(idesc >> 13 & 1) != bool(idesc >> 14 & 1)
         self.trans_a, self.trans_b = bool(idesc >> 15 & 1), bool(idesc >> 16 & 1)
+        wide = BYTES[self.a] if self.trans_a else BYTES[self.b] if self.trans_b else 2
+        if wide != 2:
+            raise EmulatorError("here a transposed MMA operand is an operand of two bytes", wide)
         self.n = (idesc >> 17 & 63) << 3
         self.m = (idesc >> 27 & 3) << 7 if scaled else (idesc >> 24 & 31) << 4
         self.half = not scaled and idesc >> 4 & 3 == 0
