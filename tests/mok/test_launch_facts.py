@@ -146,10 +146,10 @@ def test_one_schedule_serves_a_whole_training_step(ep_size, recompute):
         group = Group.virtual(ep_size, "cpu") if ep_size > 1 else None
         layer = MoELayer(64, 64, 6, 2, group=group, config=SMALL, recompute=recompute)
         out = layer(x, weights, ids)
-        out.backward(torch.ones_like(out))
-        names = launched(machine)
         _, workspace = layer.spec.workspace(layer._max_tokens(len(x)), x.device)
-        forward, backward = workspace.counters(), workspace.counters("backward")
+        forward = workspace.counters()
+        out.backward(torch.ones_like(out))
+        names, backward = launched(machine), workspace.counters("backward")
         functional.clear_workspace_cache()
     assert x.grad is not None and x.grad.any()
     # Only inputs are kept with ``recompute``: not the schedule either, but one serves all that is rebuilt.
