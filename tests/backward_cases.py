@@ -10,6 +10,7 @@ from torch import Tensor
 from mok.config import Shape
 from mok.kernels_cute.machine import machine_of
 from mok.reference import (
+    ROUTINGS,
     Case,
     Gradients,
     backward_reference,
@@ -47,11 +48,24 @@ class Layer:
         make, gradient = (
             (integer_case, integer_gradient) if integer else (random_case, random_gradient)
         )
+        given = self.kind in ROUTINGS
         case = make(
-            self.shape, kind=self.kind, seed=1, device=device, swiglu_limit=self.limit,
-            gated=self.gated,
+            self.shape, kind=self.kind if given else "random", seed=1, device=device,
+            swiglu_limit=self.limit, gated=self.gated,
         )  # fmt: skip
+        if not given:
+            case = dataclasses.replace(case, top_experts=self._routes(self.kind).to(device))
         return case, gradient(case, seed=1)
+
+    def _routes(self, kind: str) -> Tensor:
+        """Two routings beside those of ``mok.reference``; every route has an expert."""
+        shape = dataclasses.replace(self.shape, ep_size=self.ep_size)
+        experts = {
+            "balanced": range(shape.num_experts),
+            "all to one rank": shape.experts_on(min(1, self.ep_size - 1)),
+        }[kind]
+        slots = torch.arange(shape.num_tokens * shape.topk).view(-1, shape.topk)
+        return experts.start + slots % len(experts)
 
     def make_run(self, case: Case, dy: Tensor, arch: str, **options) -> BackwardRun:
         """The run of a case; ``options`` of ``BackwardRun``."""

@@ -8,11 +8,16 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
+
+T = TypeVar("T")
+CROWDS = 4  # tests marked ``crowd`` at once on a GPU: of 15 processes each, 60 in all
 
 # The matrices of tests are small: threads cost more than they give, above all under xdist.
 torch.set_num_threads(1)
@@ -61,8 +66,29 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_FailuresAtOnce(config), "failures-at-once")
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that remain after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Several workers must not all wait for the few places of tests marked ``crowd`` at once."""
+    if getattr(config, "workerinput", {}).get("workercount", 1) > 1:
+        items[:] = spread(items, lambda item: item.get_closest_marker("crowd") is not None)
+
+
+def spread(items: list[T], apart: Callable[[T], bool]) -> list[T]:
+    """Those that are ``apart`` at even distances among the others; both keep their order."""
+    some = [item for item in items if apart(item)]
+    others = [item for item in items if not apart(item)]
+    found: list[T] = []
+    for i, item in enumerate(some):
+        until = (2 * i + 1) * len(others) // (2 * len(some))
+        found += [*others[len(found) - i : until], item]
+    return found + others[len(found) - len(some) :]
+
+
 class _FailuresAtOnce:
-    """Says in a few lines why a test failed as soon as it has: a run that is cut off has no summary."""
+    """Says in a few lines why a test failed as soon as it has: a run that is cut off has no summary.
+
+    And what a test that passed has to tell: ``record_property("tells", text)``.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -73,6 +99,10 @@ class _FailuresAtOnce:
         if report.failed and terminal is not None:
             for line in ["", *failure_lines(report)]:  # "": dots may stand on this line
                 terminal.write_line(line[:300])
+        if report.passed and report.when == "call" and terminal is not None:
+            for name, text in report.user_properties:
+                if name == "tells":
+                    terminal.write_line(f"\n{report.nodeid}: {text}"[:300])
 
 
 def failure_lines(report: pytest.TestReport, most: int = 12) -> list[str]:
@@ -124,6 +154,28 @@ def _locked(name: str, how: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def one_of(count: int, name: str) -> Iterator[int]:
+    """Hold one of ``count`` places that all test processes of this user on this machine know.
+
+    Waiting costs nothing: one process looks for a free place ten times a second, others sleep
+    until it has found one. Places of processes that died are free.
+    """
+    with contextlib.ExitStack() as held:
+        with _locked(f"{name}-next", fcntl.LOCK_EX):
+            found = None
+            while found is None:
+                for place in range(count):
+                    with contextlib.suppress(BlockingIOError):
+                        how = fcntl.LOCK_EX | fcntl.LOCK_NB
+                        held.enter_context(_locked(f"{name}-{place}", how))
+                        found = place
+                        break
+                else:
+                    time.sleep(0.1)
+        yield found
+
+
 @pytest.fixture(autouse=True)
 def _gpu_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
     """With several workers, a test marked ``alone`` waits until no other one uses its GPU, then keeps them off."""
@@ -134,6 +186,9 @@ def _gpu_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
     # All workers take several GPUs in one order, so that no two wait for each other.
     used = sorted(GPUS) if marked & {"multi_gpu", "spread"} else GPUS[:1]
     with contextlib.ExitStack() as stack:
+        if "crowd" in marked:
+            # Before the GPU's lock: who waits for a place keeps no test that wants it alone.
+            stack.enter_context(one_of(CROWDS, f"crowd-{GPUS[0]}"))
         for gpu in used:
             # Through a gate, which one who waits for the GPU holds: nobody overtakes.
             with _locked(f"gate-{gpu}", fcntl.LOCK_EX):

@@ -40,6 +40,15 @@ def opcodes(ptx: str) -> Counter[str]:
     return Counter(found)
 
 
+def assert_only_targets_differ(texts: Sequence[str]) -> None:
+    """PTX of one kernel for sm_100a and for sm_103a."""
+    targets = [re.findall(r"(?m)^\.target\s+(\w+)", text) for text in texts]
+    assert targets == [["sm_100a"], ["sm_103a"]]
+    first, second = (re.sub(r"(?m)^\.target.*$", "", text) for text in texts)
+    # Names of functions hold the architecture they are built for, too.
+    assert first.replace("sm_100a", "") == second.replace("sm_103a", "")
+
+
 def arch_of(device: torch.device | str) -> str:
     """The architecture to compile for; the emulator (CPU memory) takes Hopper's by default."""
     device = torch.device(device)

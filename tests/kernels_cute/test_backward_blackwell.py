@@ -21,6 +21,7 @@ pytestmark = pytest.mark.emulator
 
 # 300 rows of one expert are two tiles: in a ring of one, its accumulators are handed on.
 SMALL = Shape(300, 64, 64, 3, 2, 1, 64)
+EIGHT = dataclasses.replace(SMALL, num_experts=8)
 DIRECT = Layer(SMALL, kind="few_experts", macrobatch=1, gated=True, limit=128.0)
 PAIR = Layer(SMALL, kind="few_experts", ep_size=2, direct=False, macrobatch=1, gated=True)
 QUAD = Layer(SMALL, ep_size=4, direct=False, lengths=(150, 0, 40, 110))
@@ -83,6 +84,14 @@ def test_shapes(name, ep_size):
 )
 def test_routings(kind, how):
     exact(dataclasses.replace(LAYERS[how], kind=kind), seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LAYERS)
+@pytest.mark.parametrize("kind", ["balanced", "all to one rank"])
+def test_even_routings(kind, how):
+    """As many rows for each expert, of all ranks or of one; with EP 4 that one has no tokens."""
+    exact(dataclasses.replace(LAYERS[how], shape=EIGHT, kind=kind), seed=2)
 
 
 @pytest.mark.slow  # each mode is a kernel of its own

@@ -3,8 +3,6 @@
 Shapes are run-time arguments, so each kernel here is the one that every model gets.
 """
 
-import re
-
 import pytest
 
 pytest.importorskip("cutlass")
@@ -14,7 +12,7 @@ from mok.kernels_cute.backward.kernel import GRAD_MODES, BackwardKernel
 from mok.kernels_cute.machine import SMEM_BYTES, machine_of
 from mok.runtime.compile import get_kernel
 from mok.runtime.resources import WARNING_MEANINGS
-from tests.helpers import opcodes
+from tests.helpers import assert_only_targets_differ, opcodes
 
 FORBIDDEN = {"C7507", "C7508", "C7510", "C7511", "C7519"}
 ARCHS = ["sm_90a", "sm_100a"]
@@ -83,9 +81,18 @@ def test_registers_stay_within_the_launch(arch):
     assert sum(BackwardKernel(True, arch).registers) <= 3 * 168
 
 
-@pytest.mark.slow
-def test_both_blackwells_get_the_same_code():
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"direct": False}, id="ring"),
+        pytest.param({"direct": True}, id="direct", marks=pytest.mark.slow),
+        pytest.param({"direct": False, "mxfp8": True}, id="mxfp8", marks=pytest.mark.slow),
+        pytest.param(
+            {"direct": False, "mxfp8": True, "wire": True}, id="wire", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_both_blackwells_get_the_same_code(config):
     """So that what is emulated for sm_100a holds for sm_103a."""
-    texts = [get_kernel(kernels.backward_spec(arch, True)).ptx for arch in ("sm_100a", "sm_103a")]
-    first, second = (re.sub(r"(?m)^\.target.*$", "", text) for text in texts)
-    assert first.replace("sm_100a", "") == second.replace("sm_103a", "")
+    specs = [kernels.backward_spec(arch, **config) for arch in ("sm_100a", "sm_103a")]
+    assert_only_targets_differ([get_kernel(spec).ptx for spec in specs])

@@ -4,7 +4,6 @@ Shapes are run-time arguments, so each kernel here is the one that every model g
 """
 
 import argparse
-import re
 import time
 
 import pytest
@@ -19,7 +18,7 @@ from mok.kernels_cute.machine import SMEM_BYTES, machine_of
 from mok.models import MODELS
 from mok.runtime.compile import clear_memory_cache, get_kernel
 from mok.runtime.resources import WARNING_MEANINGS
-from tests.helpers import opcodes
+from tests.helpers import assert_only_targets_differ, opcodes
 
 BLACKWELL = ["sm_100a", "sm_103a"]
 BUILDS = [
@@ -93,13 +92,22 @@ def test_a_layer_compiles_in_a_minute(monkeypatch, tmp_path):
     assert spent < 60
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_launch_control_keeps_its_rules(direct):
+@pytest.mark.parametrize(
+    "spec",
+    [
+        kernels.forward_spec("sm_100a", True),
+        kernels.forward_spec("sm_100a", False),
+        kernels.forward_spec("sm_100a", False, mxfp8=True),
+        kernels.recompute_spec("sm_100a", False, mxfp8=True),
+    ],
+    ids=lambda spec: spec.name,
+)
+def test_launch_control_keeps_its_rules(spec):
     """Armed before it is asked, by the CTA that asks; read in one load; fenced before it is reused.
 
     That nobody asks after a refusal, or leaves with a query in flight, the emulator checks.
     """
-    ptx = forward_kernel("sm_100a", direct=direct).ptx
+    ptx = get_kernel(spec).ptx
     code = [line.strip() for line in ptx.split("\n") if line.strip() and "//" not in line]
     asked = [i for i, line in enumerate(code) if "clusterlaunchcontrol.try_cancel" in line]
     assert len(asked) == 2  # beside the tasks, and at the end
@@ -150,11 +158,7 @@ def test_register_hand_over_is_in_the_machine_code(direct):
 @pytest.mark.parametrize("direct", [True, False])
 def test_both_blackwells_get_the_same_code(direct):
     """So that what is emulated for sm_100a holds for sm_103a."""
-    texts = [forward_kernel(arch, direct=direct).ptx for arch in BLACKWELL]
-    targets = [re.findall(r"^\.target\s+(\w+)", text, re.M) for text in texts]
-    assert targets == [["sm_100a"], ["sm_103a"]]
-    first, second = (re.sub(r"^\.target.*$", "", text, flags=re.M) for text in texts)
-    assert first == second
+    assert_only_targets_differ([forward_kernel(arch, direct=direct).ptx for arch in BLACKWELL])
 
 
 def test_code_does_not_grow_with_the_launch():

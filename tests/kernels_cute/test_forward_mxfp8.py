@@ -11,9 +11,10 @@ pytest.importorskip("cutlass")
 
 import torch
 
+from mok import kernels
 from mok.config import Shape
 from mok.errors import ResourceError
-from mok.kernels_cute.machine import machine_of
+from mok.kernels_cute.machine import SMEM_BYTES, machine_of
 from mok.reference import (
     forward_oracle,
     forward_reference,
@@ -21,8 +22,9 @@ from mok.reference import (
     random_case,
     relative_l2,
 )
+from mok.runtime.compile import get_kernel
 from tests.forward_runs import ForwardRun, emulated, forward_kernel
-from tests.helpers import opcodes
+from tests.helpers import assert_only_targets_differ, opcodes
 
 LIMIT = 5e-3  # against the quantised reference
 FP32_LIMIT = 7e-2
@@ -144,14 +146,50 @@ def test_ten_seeds(seed, arch):
 # ------------------------------------------------------------------ the code
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("save_context", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_code(arch, save_context):
-    kernel = forward_kernel(arch, direct=False, mxfp8=True, save_context=save_context)
+def builds():
+    """The layer's own: of both directions' calls, with and without the wire option."""
+    for arch in (*ARCHS, "sm_103a"):
+        for spec in kernels.mxfp8_kernels(arch, has_shared=True):
+            if spec.name.startswith(("forward", "recompute")):
+                common = arch in ARCHS or not spec.name.endswith("_wire")
+                marks = () if common else pytest.mark.slow
+                yield pytest.param(spec, id=f"{arch}-{spec.name}", marks=marks)
+
+
+@pytest.mark.parametrize("spec", list(builds()))
+def test_code(spec):
+    kernel = get_kernel(spec)
     (used,) = kernel.resources.kernels
     assert used.spill_bytes == 0 and used.stack_bytes == 0
+    assert used.registers <= 255 and used.smem_bytes <= SMEM_BYTES and not used.warnings
+    assert used.tmem_columns == machine_of(spec.arch).tmem_columns
     assert ".local" not in kernel.ptx
-    assert opcodes(kernel.ptx)["cvt.rn.satfinite.e4m3x2.f32"] > 0
+    found = opcodes(kernel.ptx)
+    assert found["cvt.rn.satfinite.e4m3x2.f32"] > 0
+    blackwell = spec.arch != "sm_90a"
+    scaled = {
+        "tcgen05.cp.cta_group::2.32x128b.warpx4": 3,
+        "tcgen05.mma.cta_group::2.kind::mxf8f6f4.block_scale.block32": 4,
+    }
+    assert {name: found[name] for name in scaled if name in found} == (scaled if blackwell else {})
+    # The shared expert is BF16.
+    assert sum(n for name, n in found.items() if "kind::f16" in name) == (4 if blackwell else 0)
+    assert any(name.startswith("wgmma.mma_async") for name in found) != blackwell
+    # Asked beside the tasks, and at the end.
+    asked = sum(n for name, n in found.items() if "clusterlaunchcontrol.try_cancel" in name)
+    assert asked == (2 if blackwell else 0)
+
+
+@pytest.mark.parametrize("part", ["forward_ring_mxfp8", "recompute_ring_mxfp8"])
+def test_both_blackwells_get_the_same_code(part):
+    """So that what is emulated for sm_100a holds for sm_103a."""
+    texts = [
+        get_kernel(spec).ptx
+        for arch in ("sm_100a", "sm_103a")
+        for spec in kernels.mxfp8_kernels(arch, has_shared=True)
+        if spec.name == part
+    ]
+    assert_only_targets_differ(texts)
 
 
 def test_rows_in_place_are_refused():

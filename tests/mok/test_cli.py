@@ -216,19 +216,11 @@ def test_an_explicit_kernel_without_a_gpu_is_an_error(capsys):
 # ---------------------------------------------------------------------- compile
 
 
-SPILLS = {  # bytes that ptxas spills today; more, or another kernel, is a regression
-    "forward_ring_save": 12,
-    "recompute_ring": 12,
-    "backward_direct_bf16": 60,
-    "backward_ring_bf16": 84,
-}
-
-
 def test_compile_document(capsys):
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
     code, found = document(capsys, "compile", "--arch", "sm_90a", "--model", "qwen3-30b-a3b")
     kernels = {k["name"]: k for k in found["kernels"]}
-    assert code == int(any(k["spill_bytes"] for k in found["kernels"]))
+    assert code == 0
     expected = {"stage_ids", "schedule", "plan"}
     for path in ("direct", "ring"):
         expected |= {f"{name}_{path}" for name in ("forward", "recompute", "token_sum")}
@@ -236,13 +228,13 @@ def test_compile_document(capsys):
         expected |= {f"router_grad_{path}", f"dx_sum_{path}"}
     assert set(kernels) == expected
     for k in found["kernels"]:
-        assert k["spill_bytes"] <= SPILLS.get(k["name"], 0)
+        assert k["spill_bytes"] == 0, k["name"]
         assert k["registers"] > 0 and k["instructions"] and "C7511" not in k["warnings"]
     for name in ("forward_direct", "backward_direct_bf16", "backward_ring_bf16"):
         assert kernels[name]["instructions"]["HGMMA"] > 0
         assert kernels[name]["instructions"]["USETMAXREG"] > 0
     clear_memory_cache()
-    assert cli.main(["compile", "--arch", "sm_90a"]) == code
+    assert cli.main(["compile", "--arch", "sm_90a"]) == 0
     out = capsys.readouterr().out
     assert "forward_direct" in out and "cached" in out
 

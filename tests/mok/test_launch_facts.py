@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from mok import functional
 from mok.call import launch_shape
 from mok.config import Shape
+from mok.layer import MoELayer
 from mok.reference import integer_case
 from mok.runtime.group import Group
 from tests.helpers_layer import SMALL, Layer, run_layer
@@ -130,3 +132,40 @@ def test_counters_tell_what_was_done(ep_size):
         assert counters["x_ready"][:blocks] == counters["y_free"][:blocks] == [per_block] * blocks
         items = 2 * per_block * blocks
         assert items < counters["comm_ticket"][0] <= items + 2 * facts.comm_ctas
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("ep_size", [1, 2, 3])
+def test_one_schedule_serves_a_whole_training_step(ep_size, recompute):
+    """Dispatch and combine, their reverses, and the replay of dispatch: built once, and no ids staged again."""
+    rng = torch.Generator().manual_seed(1)
+    x = torch.randn(600, 64, generator=rng).bfloat16().requires_grad_()
+    weights = torch.rand(600, 2, generator=rng).requires_grad_()
+    ids = torch.rand(600, 6, generator=rng).argsort(-1)[:, :2].contiguous()
+    with emulator() as machine:
+        group = Group.virtual(ep_size, "cpu") if ep_size > 1 else None
+        layer = MoELayer(64, 64, 6, 2, group=group, config=SMALL, recompute=recompute)
+        out = layer(x, weights, ids)
+        _, workspace = layer.spec.workspace(layer._max_tokens(len(x)), x.device)
+        forward = workspace.counters()
+        out.backward(torch.ones_like(out))
+        names, backward = launched(machine), workspace.counters("backward")
+        functional.clear_workspace_cache()
+    assert x.grad is not None and x.grad.any()
+    # Only inputs are kept with ``recompute``: not the schedule either, but one serves all that is rebuilt.
+    for name in ["stage_ids", *SCHEDULE]:
+        assert names.count(name) == (2 if recompute else 1) * ep_size, names
+    path = "direct" if ep_size == 1 else "ring"
+    first = [f"forward_{path}", f"recompute_{path}"] if recompute else [f"forward_{path}_save"]
+    megakernels = ("forward", "recompute", "backward")
+    found = [n.removesuffix("_single") for n in names if n.startswith(megakernels)]
+    assert found == [n for n in (*first, f"backward_{path}_bf16") for _ in range(ep_size)]
+    if ep_size > 1:
+        for counters, transfers in (
+            (forward, ("x_ready", "y_free")),
+            (backward, ("dispatch", "push")),
+        ):
+            for transfer in transfers:
+                assert any(counters[transfer]), transfer
+        # More rows than the ring holds, so that dispatch was replayed.
+        assert any(backward["replay"])

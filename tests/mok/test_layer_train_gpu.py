@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mok import functional
+from mok.call import LaunchFacts
 from mok.config import Config, Shape
 from mok.layer import MoELayer
 from mok.models import MODELS
@@ -48,7 +49,7 @@ def layer_of(case: Case, **options: Any) -> MoELayer:
     layer = MoELayer(
         s.hidden_size, s.intermediate_size, s.num_experts, s.topk,
         shared_intermediate_size=s.shared_intermediate_size, swiglu_limit=case.swiglu_limit,
-        device="cuda", **options,
+        device=case.x.device, **options,
     )  # fmt: skip
     values = [case.routed.gate, case.routed.up, case.routed.down]
     if case.shared:
@@ -161,30 +162,67 @@ def test_every_topk_is_near_fp32(topk: int, limit: float | None) -> None:
         assert cosine(grads[key], want) >= COSINE_LIMIT, key
 
 
-# Three settings of each tunable that change what a launch does, and 1, 2 and 5 macrobatches.
-TUNABLES = {
-    "minibatch": [{"minibatch_size": n} for n in (128, 512, 2048)],
-    "macrobatch": [{"macrobatch_size": n} for n in (8192, 18432, 40960)],
-    "comm SMs": [{"bwd_num_comm_sms": n, "fwd_num_comm_sms": n} for n in (2, 8, 24)],
-    "capacity": [{"schedule_capacity_multiplier": x} for x in (0.05, 0.3, 1.0)],
-    "pairs": [{"pairs": together} for together in (True, False)],
+# Three settings of each tunable (two of pairs), and what must differ between their launches.
+Recorded = Callable[[LaunchFacts, LaunchFacts], object]
+TUNABLES: dict[str, tuple[tuple[float, ...], Recorded]] = {
+    "minibatch_size": ((128, 512, 2048), lambda fwd, bwd: (fwd.ring_slots, bwd.ring_slots)),
+    "macrobatch_size": ((8192, 20480, 40960), lambda fwd, bwd: (fwd.ring, bwd.ring)),
+    "fwd_num_comm_sms": ((2, 8, 24), lambda fwd, bwd: fwd.comm_ctas),
+    "bwd_num_comm_sms": ((2, 8, 24), lambda fwd, bwd: bwd.comm_ctas),
+    "schedule_capacity_multiplier": ((1e-6, 0.015, 1.0), lambda fwd, bwd: (fwd.grid, bwd.grid)),
+    "pairs": ((True, False), lambda fwd, bwd: (fwd.pair, bwd.pair)),
 }
+
+
+def recorded_step(
+    layer: MoELayer, case: Case, dy: Tensor
+) -> tuple[Tensor, dict[str, Tensor | None], list[LaunchFacts]]:
+    """As ``step``, and how the megakernels of forward and of backward were launched."""
+    x, weights, ids = inputs(case)
+    out = layer(x, weights, ids)
+    _, workspace = layer.spec.workspace(layer._max_tokens(len(x)), x.device)
+    facts = [workspace.last_launch]
+    out.backward(dy)
+    facts.append(workspace.last_launch)
+    return out.detach(), take_grads(layer, x, weights), facts
+
+
+def assert_no_gradient_depends_on(
+    name: str, settings: Sequence[float], recorded: Recorded, case: Case, dy: Tensor, base: Config
+) -> list[int]:
+    """On one rank, and on two where communication takes part; backward's macrobatches on one rank."""
+    layer = layer_of(case, config=base)
+    out, expected = step(layer, case, dy)
+    rows = sum(-(-n // 128) * 128 for n in case.top_experts.flatten().bincount().tolist())
+    macrobatches = []
+    for group in (None, Group.virtual(2, case.x.device)):
+        seen = []
+        for value in settings:
+            config = dataclasses.replace(base, **{name: value})
+            layer = layer_of(case, config=config, group=group)
+            again, grads, (forward, backward) = recorded_step(layer, case, dy)
+            assert forward.kernel == "forward" and backward.kernel == "backward"
+            print(name, value, forward, backward)
+            seen.append(recorded(forward, backward))
+            if group is None:
+                macrobatches.append(-(-rows // backward.ring))
+            assert torch.equal(again, out), value
+            for key, grad in grads.items():
+                same = torch.equal(grad, expected[key])
+                assert same or (group is not None and key.startswith("shared")), (value, key)
+        if group is None and name.endswith("_comm_sms"):
+            assert seen == [0] * len(seen)  # nothing to communicate
+        else:
+            assert len(set(seen)) == len(seen), seen
+    return macrobatches
 
 
 @pytest.mark.parametrize("name", TUNABLES)
 def test_no_tunable_changes_a_gradients_bit(case: Case, name: str) -> None:
-    """On one rank, and on two where communication takes part."""
-    dy = gradient(case)
     base = Config(8, 8, minibatch_size=512, macrobatch_size=8192)
-    out, expected = step(layer_of(case, config=base), case, dy)
-    for setting in TUNABLES[name]:
-        config = dataclasses.replace(base, **setting)
-        for group in (None, Group.virtual(2)):
-            again, grads = step(layer_of(case, config=config, group=group), case, dy)
-            assert torch.equal(again, out), setting
-            for key, grad in grads.items():
-                same = torch.equal(grad, expected[key])
-                assert same or (group is not None and key.startswith("shared")), (setting, key)
+    macrobatches = assert_no_gradient_depends_on(name, *TUNABLES[name], case, gradient(case), base)
+    if name == "macrobatch_size":
+        assert macrobatches == [5, 2, 1]
 
 
 def test_main_grad_accumulates_in_fp32(case: Case) -> None:

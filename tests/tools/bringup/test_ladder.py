@@ -170,14 +170,24 @@ def test_two_processes_are_a_tray(fault, tmp_path):
 @pytest.mark.emulator
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_under_torchrun_it_climbs_to_the_rack(tmp_path):
+@pytest.mark.parametrize("fault", ["", "wrong"])
+def test_under_torchrun_it_climbs_to_the_rack(fault, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "mok", "bringup", "--emulate"]
-    subprocess.run([*command, "--out", str(tmp_path)], check=True, timeout=1700)
+    command += ["--out", str(tmp_path), *(["--inject", f"rack={fault}"] if fault else [])]
+    done = subprocess.run(command, timeout=1700)
+    assert (done.returncode != 0) == bool(fault) and running(tmp_path) == []
+    failures = []
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}" / "bringup.json").read_text())
-        states = [check["state"] for check in found["checks"]]
-        assert states == ["not here", "ok"] and found["failure"] is None
+        first, second = (check["state"] for check in found["checks"])
+        assert first == "not here"
+        assert (second != "ok") if fault else (second == "ok" and found["failure"] is None)
+        failures.append(found["failure"])
+    if fault:  # who compares second may be ended before it has said so
+        wrong = [f for f in failures if f["state"] == "failed"]
+        assert wrong and all("1 of" in f["found"] and "differ" in f["found"] for f in wrong)
+        assert {f["rung"] for f in failures} == {"rack"} and wrong[0]["kernel"]
 
 
 def as_on_a_gpu(start):

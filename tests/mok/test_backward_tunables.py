@@ -1,0 +1,44 @@
+"""No tunable changes a bit of a training step, and each changes its launches: in the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("numba", reason="the emulator needs numba")
+pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
+
+from mok import functional
+from mok.config import Config, Shape
+from mok.reference import random_case, random_gradient
+from mok.tools.emulator import Emulator
+from tests.mok.test_layer_train_gpu import TUNABLES, assert_no_gradient_depends_on
+
+pytestmark = pytest.mark.emulator
+SHAPE = Shape(150, 64, 64, 4, 2, 1, 64)
+SETTINGS = {
+    "minibatch_size": (128, 256, 512),
+    "macrobatch_size": (128, 256, 768),
+    "fwd_num_comm_sms": (1, 2, 5),
+    "bwd_num_comm_sms": (1, 2, 5),
+    "schedule_capacity_multiplier": (1e-9, 0.5, 2.0),
+    "pairs": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_tunable_changes_a_gradients_bit(name):
+    case = random_case(SHAPE, kind="skewed", seed=2)
+    # Room for all the work, so that the setting and nothing else limits the launch.
+    base = Config(2, 2, 128, 256, schedule_capacity_multiplier=2.0)
+    if name == "minibatch_size":
+        base = dataclasses.replace(base, macrobatch_size=512)
+    recorded = TUNABLES[name][1]
+    with Emulator("sm_90a", num_sms=10):
+        macrobatches = assert_no_gradient_depends_on(
+            name, SETTINGS[name], recorded, case, random_gradient(case), base
+        )
+        functional.clear_workspace_cache()
+    if name == "macrobatch_size":
+        assert len(set(macrobatches)) == 3 and macrobatches[-1] == 1

@@ -1,0 +1,120 @@
+"""Tests that start many processes on one GPU: how many at once, and where in a run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import one_of, spread
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HOLD = """
+import sys, time
+from tests.conftest import one_of
+name, seconds = sys.argv[1:]
+print("asks", flush=True)
+before = time.process_time()
+with one_of(2, name):
+    used = time.process_time() - before
+    print("in", flush=True)
+    begin = time.monotonic()
+    time.sleep(float(seconds))
+    end = time.monotonic()
+print(begin, end, used)
+"""
+
+
+def holder(name: str, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLD, name, str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def test_a_place_is_held_by_one_process_at_a_time():
+    name = f"test-{os.getpid()}"
+    started = [holder(name, 0.4) for _ in range(5)]
+    spans = []
+    for process in started:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        begin, end, _ = map(float, out.split()[2:])
+        spans.append((begin, end))
+    for begin, _ in spans:
+        assert sum(a <= begin < b for a, b in spans) <= 2
+    # Two at once, not one after the other.
+    assert any(a < begin < b for begin, _ in spans for a, b in spans)
+
+
+def test_waiting_uses_no_processor_and_dead_processes_hold_nothing():
+    name = f"test-dead-{os.getpid()}"
+    dies = holder(name, 600.0)
+    assert dies.stdout is not None
+    assert [dies.stdout.readline() for _ in range(2)] == ["asks\n", "in\n"]
+    with one_of(2, name) as mine:
+        assert mine == 1  # the other one is taken
+        waits = holder(name, 0.0)
+        assert waits.stdout is not None and waits.stdout.readline() == "asks\n"
+        time.sleep(2.0)
+        assert waits.poll() is None
+        dies.send_signal(signal.SIGKILL)
+        out, _ = waits.communicate(timeout=60)
+    dies.wait()
+    assert out.split()[0] == "in"
+    assert float(out.split()[-1]) < 0.2  # seconds of processor time in two of waiting
+
+
+@pytest.mark.parametrize(("some", "others"), [(0, 5), (3, 0), (1, 1), (3, 8), (20, 601), (9, 4)])
+def test_spread_is_even_and_keeps_the_order(some, others):
+    crowd = [("crowd", i) for i in range(some)]
+    rest = [("other", i) for i in range(others)]
+    found = spread([*rest[: others // 2], *crowd, *rest[others // 2 :]], lambda x: x[0] == "crowd")
+    assert [x for x in found if x[0] == "crowd"] == crowd
+    assert [x for x in found if x[0] == "other"] == rest
+    if some:
+        places = [-1, *(i for i, x in enumerate(found) if x[0] == "crowd"), len(found)]
+        gaps = [b - a - 1 for a, b in itertools.pairwise(places[1:-1])]
+        assert all(others // some <= gap <= -(-others // some) for gap in gaps)
+        for gap in (places[1] - places[0] - 1, places[-1] - places[-2] - 1):
+            assert others // (2 * some) <= gap <= -(-others // (2 * some))
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.crowd
+@pytest.mark.parametrize("i", range(3))
+def test_many(i, record_property):
+    record_property("tells", f"{i} is enough")
+
+@pytest.mark.parametrize("i", range(12))
+def test_one(i):
+    pass
+"""
+
+
+def test_a_run_with_several_workers_is_spread_and_tells(tmp_path):
+    # A folder of its own, with our conftest's hooks.
+    hooks = "pytest_collection_modifyitems, pytest_configure"
+    (tmp_path / "conftest.py").write_text(f"from tests.conftest import {hooks}\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers = crowd\n")
+    (tmp_path / "test_some.py").write_text(TESTS)
+    orders = {}
+    for workers in (0, 2):
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-n"]
+        run = subprocess.run(
+            [*command, str(workers), str(tmp_path)], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert run.returncode == 0, run.stdout + run.stderr  # all workers had one order
+        for i in range(3):
+            assert f"test_some.py::test_many[{i}]: {i} is enough" in run.stdout, run.stdout
+        passed = [line.rpartition("::")[2] for line in run.stdout.splitlines() if "PASSED" in line]
+        orders[workers] = ["many" in name for name in passed]
+    assert orders[0] == [True] * 3 + [False] * 12
+    assert orders[2][:3] != [True] * 3 and sum(orders[2]) == 3
