@@ -54,6 +54,30 @@ def test_items_of_128_rows(hidden):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("comm_m", [64, 128])
+@pytest.mark.parametrize("hidden", [128, 2048, 8320])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_items_overlap(hidden, comm_m, seed):
+    """An item begins while the last one's rows are on their way, and tells of it."""
+    run_forward(Shape(300, hidden, 64, 4, 2, 2), "sm_90a", seed, comm_m=comm_m, overlap=True)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("macrobatch", [1, 3])
+@pytest.mark.parametrize(("pair", "comm_m"), [(False, 64), (True, 128)])
+def test_items_of_backward_overlap(pair, comm_m, macrobatch):
+    layer = Layer(
+        Shape(300, 320, 192, 3, 3, 1, 64), kind="few_experts", direct=False, ep_size=2, seed=1,
+        macrobatch=macrobatch,
+    )  # fmt: skip
+    options = {"pair": True} if pair else {}
+    run, want = exact_run(
+        layer, "sm_90a", "cpu", grid=6, num_comm_ctas=2, comm_m=comm_m, overlap=True, **options
+    )
+    assert_same(emulated_backward(run, 6, layer.seed), want)
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize(("arch", "stages"), [("sm_90a", 3), ("sm_100a", 2)])
 def test_little_memory(arch, stages):
     """Fewer stages leave less for rows, so that these are cut."""
