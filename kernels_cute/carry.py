@@ -141,7 +141,13 @@ class Worker(Invariant):
     """
 
     def __init__(
-        self, hold: Hold | None, rows: Rows, count: int, warp: Int32, warps: int, overlap: bool = False
+        self,
+        hold: Hold | None,
+        rows: Rows,
+        count: int,
+        warp: Int32,
+        warps: int,
+        overlap: bool = False,
     ):
         self.hold, self.rows, self.count = hold, rows, count
         self.warp, self.warps, self.overlap = warp, warps, overlap
@@ -166,7 +172,13 @@ class Worker(Invariant):
 
     @cute.jit
     def pull(
-        self, first: Int32, source_base: Int64, topk: Int32, target: Int64, phase: Int32, owed: Int64
+        self,
+        first: Int32,
+        source_base: Int64,
+        topk: Int32,
+        target: Int64,
+        phase: Int32,
+        owed: Int64,
     ):
         """``count`` rows from ``first`` on, from their source ranks' buffer bf16 [tokens, H] to ``target``, bf16
         [count, H]; padding is zero."""

@@ -523,6 +523,7 @@ class ForwardRoles(MegaKernel):
                 index = cute.arch.load(item_word, Int32)
                 if index < prog.items:
                     item = prog.item(index)
+                    ring_row = self.ring_row(ctx, item)
                     if thread == 0:
                         self.wait_item(ctx, prog, item, index)
                         if cutlass.const_expr(self.trace):
@@ -530,7 +531,7 @@ class ForwardRoles(MegaKernel):
                                 trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
                             )
                     cute.arch.sync_threads()
-                    phase = self.move_item(ctx, prog, item, worker, warp, phase, Int64(0))
+                    phase = self.move_item(ctx, prog, item, ring_row, worker, warp, phase, Int64(0))
                     cute.arch.sync_threads()
                     if thread == 0:
                         if item.kind == program.DISPATCH:
@@ -541,11 +542,10 @@ class ForwardRoles(MegaKernel):
                             ctx.tracer.end()
 
     @cute.jit
-    def move_item(self, ctx, prog, item, worker, warp, phase, owed):
+    def move_item(self, ctx, prog, item, ring_row, worker, warp, phase, owed):
         """Move an item's rows; returns the phase of this lane's slot."""
         rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers
         count = self.tile.comm_m
-        ring_row = Int64(item.row % sizes.macrobatch)
         if item.kind == program.DISPATCH:
             if cutlass.const_expr(self.wire):
                 comm_mxfp8.pull_quantised_rows(
@@ -575,6 +575,10 @@ class ForwardRoles(MegaKernel):
         dispatched = (counters.x_ready + item.minibatch).toint()
         combined = (counters.y_free + item.minibatch).toint()
         return sync.int_ptr(sync.select_i64(item.kind == program.DISPATCH, dispatched, combined))
+
+    def ring_row(self, ctx, item) -> Int64:
+        """The item's first row in the ring."""
+        return Int64(item.row % ctx.sizes.macrobatch)
 
     def first_item(self) -> Int32:
         """``item_of``'s state before the first item: none."""

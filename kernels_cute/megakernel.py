@@ -166,7 +166,8 @@ class MegaKernel(PairTurns):
         self.carry = self.machine.carry if carry is None else carry
         if overlap and (not self.carry or mxfp8):
             raise ResourceError(
-                "comm items overlap where rows are carried in BF16", f"carry={self.carry}, mxfp8={mxfp8}"
+                "comm items overlap where rows are carried in BF16",
+                f"carry={self.carry}, mxfp8={mxfp8}",
             )
         self.overlap = overlap
         # A comm CTA has the memory of stages and staging for the rows that pass through it.
@@ -333,7 +334,9 @@ class MegaKernel(PairTurns):
             if index < prog.items:
                 item, state = self.item_of(ctx, prog, index, state)
                 if thread == 0:
-                    drawn = self.draw_item(ctx)  # the next one's number comes while this one's rows do
+                    drawn = self.draw_item(
+                        ctx
+                    )  # the next one's number comes while this one's rows do
                     cute.arch.store(there_word, self.item_there(ctx, prog, item))
                 cute.arch.sync_threads()
                 if cute.arch.load(there_word, Int32) == 0:
@@ -348,7 +351,8 @@ class MegaKernel(PairTurns):
                         ctx.tracer.begin(
                             trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
                         )
-                phase = self.move_item(ctx, prog, item, worker, warp, phase, owed)
+                ring_row = self.ring_row(ctx, item)
+                phase = self.move_item(ctx, prog, item, ring_row, worker, warp, phase, owed)
                 owed = self.counter_of(ctx, item).toint()
                 if cutlass.const_expr(self.trace):
                     if thread == 0:
@@ -357,9 +361,7 @@ class MegaKernel(PairTurns):
 
     def draw_item(self, ctx) -> Int32:
         """The number of the next comm item."""
-        return cute.arch.atomic_add(
-            ctx.counters.comm_ticket, Int32(1), sem="relaxed", scope="gpu"
-        )
+        return cute.arch.atomic_add(ctx.counters.comm_ticket, Int32(1), sem="relaxed", scope="gpu")
 
     def make_mail(self, storage) -> Mail | None:
         """The mail of a pair, in the shared storage."""

@@ -47,7 +47,8 @@ class CommRoles(MegaKernel):
                                 trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
                             )
                     cute.arch.sync_threads()
-                    phase = self.move_item(ctx, prog, item, worker, warp, phase, Int64(0))
+                    ring_row = self.ring_row(ctx, item)
+                    phase = self.move_item(ctx, prog, item, ring_row, worker, warp, phase, Int64(0))
                     cute.arch.sync_threads()
                     if thread == 0:
                         if item.kind == DISPATCH:
@@ -58,14 +59,22 @@ class CommRoles(MegaKernel):
                             ctx.tracer.end()
 
     @cute.jit
-    def move_item(self, ctx, prog, item, worker, warp, phase, owed):
+    def move_item(self, ctx, prog, item, ring_row, worker, warp, phase, owed):
         """Move an item's rows; returns the phase of this lane's slot."""
         schedule, sizes, buffers = ctx.schedule, ctx.sizes, ctx.buffers
         if item.kind == DISPATCH:
-            phase = self.bring_in(worker, prog, item, schedule, sizes, buffers, warp, phase, owed)
+            phase = self.bring_in(
+                worker, prog, item, ring_row, schedule, sizes, buffers, warp, phase, owed
+            )
         else:
-            phase = self.push_out(worker, item, schedule, sizes, buffers, warp, phase, owed)
+            phase = self.push_out(
+                worker, item, ring_row, schedule, sizes, buffers, warp, phase, owed
+            )
         return phase
+
+    def ring_row(self, ctx, item) -> Int32:
+        """The item's first row in the ring."""
+        return item.row % ctx.sizes.macrobatch
 
     def counter_of(self, ctx, item) -> cute.Pointer:
         """The counter of an item's minibatch that tells of the item."""
@@ -148,14 +157,13 @@ class CommRoles(MegaKernel):
             )  # fmt: skip
 
     @cute.jit
-    def bring_in(self, worker, prog, item, schedule, sizes, buffers, warp, phase, owed):
+    def bring_in(self, worker, prog, item, ring_row, schedule, sizes, buffers, warp, phase, owed):
         """Pull dy rows and router weights; for a macrobatch that is replayed, x rows too.
 
         In MXFP8 the rows are quantised; their copies along the tokens, for the weight gradients, are made
         from the results.
         """
         rows, count = schedule.rows, self.tile.comm_m
-        ring_row = item.row % sizes.macrobatch
         replayed = prog.is_replayed(item.minibatch)
         scales = buffers.scales
         phase = self.pull(
@@ -217,12 +225,15 @@ class CommRoles(MegaKernel):
         return phase
 
     @cute.jit
-    def push_out(self, worker, item, schedule, sizes, buffers, warp, phase, owed):
+    def push_out(self, worker, item, ring_row, schedule, sizes, buffers, warp, phase, owed):
         """Push dx rows and router-weight gradients to the slots of their routes."""
         rows, count = schedule.rows, self.tile.comm_m
-        ring_row = item.row % sizes.macrobatch
         phase = worker.push(
-            item.row, buffers.dx_ring + Int64(ring_row) * rows.row_bytes, buffers.dx_heap, phase, owed
+            item.row,
+            buffers.dx_ring + Int64(ring_row) * rows.row_bytes,
+            buffers.dx_heap,
+            phase,
+            owed,
         )
         groups = sizes.intermediate // CHUNK_N
         for i in cutlass.range(warp, count, WARPS, unroll=1):

@@ -100,9 +100,10 @@ def test_backward(arch, pair, comm_m):
     assert_same(emulated_backward(run, 6, layer.seed), want)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_spill(arch):
-    (used,) = forward_kernel(arch, direct=False, carry=True).resources.kernels
+def test_no_spill(arch, overlap):
+    (used,) = forward_kernel(arch, direct=False, carry=True, overlap=overlap).resources.kernels
     assert used.spill_bytes == 0 and not used.warnings
 
 
@@ -110,6 +111,9 @@ def test_items_that_the_workers_do_not_take():
     for config in ({"comm_m": 96}, {"comm_m": 128, "carry": False}, {"comm_m": 128, "mxfp8": True}):
         with pytest.raises(ResourceError, match="comm_m must be 64"):
             ForwardKernel(False, "sm_90a", **config)
+    for config in ({"carry": False}, {"mxfp8": True}):
+        with pytest.raises(ResourceError, match="overlap"):
+            ForwardKernel(False, "sm_90a", overlap=True, **config)
 
 
 def test_memory_of_a_warp():
