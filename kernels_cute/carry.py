@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from . import comm, ptx
+from . import comm, ptx, sync
 from .comm import Rows, row_address
 from .invariant import Invariant
 from .sync import select
@@ -134,13 +134,35 @@ class Carrier(Invariant):
 class Worker(Invariant):
     """A comm CTA's ways to move rows: through ``hold``, its shared memory, or without one through registers.
 
-    Both methods return the phase of the barrier of this lane's slot, which begins with 0 and goes into the next call.
-    All rows of this thread are in memory then.
+    ``pull`` and ``push`` return the phase of the barrier of this lane's slot, which begins with 0 and goes into the next
+    call. All rows of this thread are in memory then; with ``overlap`` they may still be on their way, and the item is
+    *owed*: its counter's address goes into the next call, which tells of it behind its own first copies. Who waits
+    for something in between must ``settle`` first: it may be what is owed that others wait for.
     """
 
-    def __init__(self, hold: Hold | None, rows: Rows, count: int, warp: Int32, warps: int):
+    def __init__(
+        self,
+        hold: Hold | None,
+        rows: Rows,
+        count: int,
+        warp: Int32,
+        warps: int,
+        overlap: bool = False,
+    ):
         self.hold, self.rows, self.count = hold, rows, count
-        self.warp, self.warps = warp, warps
+        self.warp, self.warps, self.overlap = warp, warps, overlap
+
+    @cute.jit
+    def settle(self, owed: Int64, newer: cutlass.Constexpr[int] = 0):
+        """By all threads: once all but their ``newer`` last groups of copies are in memory, count the item owed.
+
+        ``owed``: its counter, the same for all threads; 0 for none.
+        """
+        if owed != 0:
+            cute.arch.cp_async_bulk_wait_group(newer, read=False)
+            cute.arch.sync_threads()
+            if cute.arch.thread_idx()[0] == 0:
+                sync.arrive(sync.int_ptr(owed))
 
     @cute.jit
     def init(self):
@@ -149,7 +171,15 @@ class Worker(Invariant):
             self.hold.init()
 
     @cute.jit
-    def pull(self, first: Int32, source_base: Int64, topk: Int32, target: Int64, phase: Int32):
+    def pull(
+        self,
+        first: Int32,
+        source_base: Int64,
+        topk: Int32,
+        target: Int64,
+        phase: Int32,
+        owed: Int64,
+    ):
         """``count`` rows from ``first`` on, from their source ranks' buffer bf16 [tokens, H] to ``target``, bf16
         [count, H]; padding is zero."""
         rows = self.rows
@@ -166,11 +196,12 @@ class Worker(Invariant):
                 to = target + Int64(row) * rows.row_bytes + begin
                 real = inside & (peer >= 0)
                 phase = carrier.move(Place(source, to, size, real, inside & (peer < 0)), phase)
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+                self.follow(trip, owed)
+            self.finish()
         return phase
 
     @cute.jit
-    def push(self, first: Int32, source: Int64, target_base: Int64, phase: Int32):
+    def push(self, first: Int32, source: Int64, target_base: Int64, phase: Int32, owed: Int64):
         """``count`` rows at ``source``, bf16 [count, H], to their routes' slots, bf16 [tokens*K, H], on the tokens'
         own ranks; padding is skipped."""
         rows = self.rows
@@ -185,5 +216,19 @@ class Worker(Invariant):
                 to = row_address(rows, peer, route, target_base) + begin
                 real = inside & (peer >= 0)
                 phase = carrier.move(Place(at, to, size, real, Boolean(False)), phase)
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+                self.follow(trip, owed)
+            self.finish()
         return phase
+
+    @cute.jit
+    def follow(self, trip: Int32, owed: Int64):
+        """Behind a trip of copies, each thread's one group: behind the first, the last item's are all the others."""
+        if cutlass.const_expr(self.overlap):
+            if trip == 0:
+                self.settle(owed, 1)
+
+    @cute.jit
+    def finish(self):
+        """Behind an item's last trip."""
+        if cutlass.const_expr(not self.overlap):
+            cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -52,6 +52,8 @@ class ForwardKernel(ForwardRoles):
         carry: comm workers use bulk copies. Changes no bit.
         ahead: tasks of the next minibatch's up before a minibatch's down, in BF16 ring builds. Changes no bit.
         comm_m: rows of a comm item, 64, or 128 where they are carried in BF16. Changes no bit.
+        overlap: comm workers begin an item while the last one's rows are on their way, where rows are carried in
+            BF16. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -76,12 +78,15 @@ class ForwardKernel(ForwardRoles):
         carry: bool | None = None,
         ahead: int = AHEAD,
         comm_m: int = 64,
+        overlap: bool = False,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
-        super().__init__(arch, direct, tile_n, stages, scheduling, mxfp8, pair=pair, carry=carry)
+        super().__init__(
+            arch, direct, tile_n, stages, scheduling, mxfp8, pair=pair, carry=carry, overlap=overlap
+        )
         self.wire = wire
         self.save_context = save_context or recompute
         self.recompute = recompute

@@ -507,68 +507,107 @@ class ForwardRoles(MegaKernel):
         prog = self.program(ctx)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers
+        rows = ctx.schedule.rows
         item_word = shared.comm_item
-        count = self.tile.comm_m
         worker = self.make_worker(shared, rows, warp)
         worker.init()
-        phase = Int32(0)  # of the barrier of this lane's slot
-        index = Int32(0)
-        while index < prog.items:
-            if thread == 0:
-                drawn = cute.arch.atomic_add(
-                    ctx.counters.comm_ticket, Int32(1), sem="relaxed", scope="gpu"
-                )
-                cute.arch.store(item_word, drawn)
-            cute.arch.sync_threads()
-            index = cute.arch.load(item_word, Int32)
-            if index < prog.items:
-                item = prog.item(index)
-                ring_row = Int64(item.row % sizes.macrobatch)
+        if cutlass.const_expr(self.overlap):
+            self.comm_items(ctx, prog, shared, worker)
+        else:
+            phase = Int32(0)  # of the barrier of this lane's slot
+            index = Int32(0)
+            while index < prog.items:
                 if thread == 0:
-                    self.wait_item(ctx, prog, item, index)
-                    if cutlass.const_expr(self.trace):
-                        ctx.tracer.begin(
-                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
-                        )
+                    cute.arch.store(item_word, self.draw_item(ctx))
                 cute.arch.sync_threads()
-                if item.kind == program.DISPATCH:
-                    if cutlass.const_expr(self.wire):
-                        comm_mxfp8.pull_quantised_rows(
-                            rows, item.row, count, buffers.x_heap, buffers.x_heap_scales,
-                            sizes.topk, buffers.x_ring, buffers.x_scales, Int32(ring_row),
-                            self.hopper, warp, WARPS,
-                        )  # fmt: skip
-                    elif cutlass.const_expr(self.mxfp8):
-                        comm_mxfp8.pull_rows(
-                            rows, item.row, count, buffers.x_heap, sizes.topk, buffers.x_ring,
-                            buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,
-                        )  # fmt: skip
-                    else:
-                        phase = worker.pull(
-                            item.row, buffers.x_heap, sizes.topk,
-                            buffers.x_ring + ring_row * rows.row_bytes, phase,
-                        )  # fmt: skip
-                else:
-                    phase = worker.push(
-                        item.row, buffers.y_ring + ring_row * rows.row_bytes, buffers.slots_heap,
-                        phase,
-                    )  # fmt: skip
-                cute.arch.sync_threads()
-                if thread == 0:
-                    if item.kind == program.DISPATCH:
-                        sync.arrive(ctx.counters.x_ready + item.minibatch)
-                    else:
-                        sync.arrive(ctx.counters.y_free + item.minibatch)
-                    if cutlass.const_expr(self.trace):
-                        ctx.tracer.end()
+                index = cute.arch.load(item_word, Int32)
+                if index < prog.items:
+                    item = prog.item(index)
+                    ring_row = self.ring_row(ctx, item)
+                    if thread == 0:
+                        self.wait_item(ctx, prog, item, index)
+                        if cutlass.const_expr(self.trace):
+                            ctx.tracer.begin(
+                                trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
+                            )
+                    cute.arch.sync_threads()
+                    phase = self.move_item(ctx, prog, item, ring_row, worker, warp, phase, Int64(0))
+                    cute.arch.sync_threads()
+                    if thread == 0:
+                        if item.kind == program.DISPATCH:
+                            sync.arrive(ctx.counters.x_ready + item.minibatch)
+                        else:
+                            sync.arrive(ctx.counters.y_free + item.minibatch)
+                        if cutlass.const_expr(self.trace):
+                            ctx.tracer.end()
+
+    @cute.jit
+    def move_item(self, ctx, prog, item, ring_row, worker, warp, phase, owed):
+        """Move an item's rows; returns the phase of this lane's slot."""
+        rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers
+        count = self.tile.comm_m
+        if item.kind == program.DISPATCH:
+            if cutlass.const_expr(self.wire):
+                comm_mxfp8.pull_quantised_rows(
+                    rows, item.row, count, buffers.x_heap, buffers.x_heap_scales, sizes.topk,
+                    buffers.x_ring, buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,
+                )  # fmt: skip
+            elif cutlass.const_expr(self.mxfp8):
+                comm_mxfp8.pull_rows(
+                    rows, item.row, count, buffers.x_heap, sizes.topk, buffers.x_ring,
+                    buffers.x_scales, Int32(ring_row), self.hopper, warp, WARPS,
+                )  # fmt: skip
+            else:
+                phase = worker.pull(
+                    item.row, buffers.x_heap, sizes.topk,
+                    buffers.x_ring + ring_row * rows.row_bytes, phase, owed,
+                )  # fmt: skip
+        else:
+            phase = worker.push(
+                item.row, buffers.y_ring + ring_row * rows.row_bytes, buffers.slots_heap, phase,
+                owed,
+            )  # fmt: skip
+        return phase
+
+    def counter_of(self, ctx, item) -> cute.Pointer:
+        """The counter of an item's minibatch that tells of the item."""
+        counters = ctx.counters
+        dispatched = (counters.x_ready + item.minibatch).toint()
+        combined = (counters.y_free + item.minibatch).toint()
+        return sync.int_ptr(sync.select_i64(item.kind == program.DISPATCH, dispatched, combined))
+
+    def ring_row(self, ctx, item) -> Int64:
+        """The item's first row in the ring."""
+        return Int64(item.row % ctx.sizes.macrobatch)
+
+    def first_item(self) -> Int32:
+        """``item_of``'s state before the first item: none."""
+        return Int32(0)
+
+    def item_of(self, ctx, prog, index, state):
+        """The item of a number, and the state for the next one."""
+        return prog.item(index), state
+
+    @cute.jit
+    def item_there(self, ctx, prog, item) -> Int32:
+        """1 if what ``wait_item`` waits for is there; one acquiring look."""
+        awaited = self.awaited(prog, item)
+        there = Int32(1)
+        if awaited < prog.minibatches:
+            value = ptx.acquire_gpu((ctx.counters.y_ready + awaited).toint())
+            there = sync.select(value >= prog.y_ready_target(awaited), Int32(1), Int32(0))
+        return there
+
+    def awaited(self, prog, item) -> Int32:
+        """Dispatch needs its slot's previous minibatch computed, combine its own; past the last: none."""
+        return sync.select(
+            item.kind == program.DISPATCH, prog.previous(item.minibatch), item.minibatch
+        )
 
     @cute.jit
     def wait_item(self, ctx, prog, item, index):
-        """Dispatch waits until its slot's previous minibatch is computed, combine for its own."""
-        awaited = sync.select(
-            item.kind == program.DISPATCH, prog.previous(item.minibatch), item.minibatch
-        )
+        """Wait for what an item needs."""
+        awaited = self.awaited(prog, item)
         if awaited < prog.minibatches:
             sync.wait_at_least(
                 ctx.counters.y_ready + awaited, prog.y_ready_target(awaited), ctx.watch,

@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, Int64
 
 from mok.errors import ResourceError
 
-from . import ptx, sync, tracing
+from . import ptx, sync, trace, tracing
 from .carry import Hold, Worker, piece_bytes
 from .comm import Rows
 from .epilogue.staging import RowStaging, Staging
@@ -108,6 +108,7 @@ class MegaKernel(PairTurns):
         pair: clusters of two CTAs that share B (``pairs``), in BF16 on Hopper.
         carry: comm workers move rows by bulk copies through shared memory, not through registers. None: the
             machine's.
+        overlap: comm workers begin an item while the last one's rows are on their way (``carry.Worker``).
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -127,6 +128,7 @@ class MegaKernel(PairTurns):
         store_stages: int = 2,
         pair: bool = False,
         carry: bool | None = None,
+        overlap: bool = False,
     ):
         self.arch = arch
         self.direct = direct
@@ -162,6 +164,12 @@ class MegaKernel(PairTurns):
             # Load, store, epilogue and gather warps; in the first CTA also the MMA warp.
             self.readers = 2 + self.mainloop.EPILOGUE_WARPS + gather_warps
         self.carry = self.machine.carry if carry is None else carry
+        if overlap and (not self.carry or mxfp8):
+            raise ResourceError(
+                "comm items overlap where rows are carried in BF16",
+                f"carry={self.carry}, mxfp8={mxfp8}",
+            )
+        self.overlap = overlap
         # A comm CTA has the memory of stages and staging for the rows that pass through it.
         free = self.machine.smem_bytes(tile_n, stages, store_stages, self.scaled) - CONTROL_BYTES
         self.comm_piece = piece_bytes(free, WARPS)
@@ -304,7 +312,56 @@ class MegaKernel(PairTurns):
         hold = None
         if self.carry:
             hold = Hold(shared.sA.iterator.toint(), self.comm_piece, WARPS, rows.row_bytes)
-        return Worker(hold, rows, self.tile.comm_m, warp, WARPS)
+        return Worker(hold, rows, self.tile.comm_m, warp, WARPS, self.overlap)
+
+    @cute.jit
+    def comm_items(self, ctx, prog, shared, worker):
+        """Take comm items in order, each begun while the last one's rows are on their way (``overlap``)."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        word, there_word = shared.comm_item, shared.comm_item + 1
+        phase = Int32(0)  # of the barrier of this lane's slot
+        owed = Int64(0)  # counter of the last item
+        state = self.first_item()
+        drawn, index = Int32(0), Int32(0)
+        if thread == 0:
+            drawn = self.draw_item(ctx)
+        while index < prog.items:
+            if thread == 0:
+                cute.arch.store(word, drawn)
+            cute.arch.sync_threads()
+            index = cute.arch.load(word, Int32)
+            if index < prog.items:
+                item, state = self.item_of(ctx, prog, index, state)
+                if thread == 0:
+                    drawn = self.draw_item(
+                        ctx
+                    )  # the next one's number comes while this one's rows do
+                    cute.arch.store(there_word, self.item_there(ctx, prog, item))
+                cute.arch.sync_threads()
+                if cute.arch.load(there_word, Int32) == 0:
+                    # What it waits for may need what is owed.
+                    worker.settle(owed)
+                    owed = Int64(0)
+                    if thread == 0:
+                        self.wait_item(ctx, prog, item, index)
+                    cute.arch.sync_threads()
+                if cutlass.const_expr(self.trace):
+                    if thread == 0:
+                        ctx.tracer.begin(
+                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
+                        )
+                ring_row = self.ring_row(ctx, item)
+                phase = self.move_item(ctx, prog, item, ring_row, worker, warp, phase, owed)
+                owed = self.counter_of(ctx, item).toint()
+                if cutlass.const_expr(self.trace):
+                    if thread == 0:
+                        ctx.tracer.end()
+        worker.settle(owed)
+
+    def draw_item(self, ctx) -> Int32:
+        """The number of the next comm item."""
+        return cute.arch.atomic_add(ctx.counters.comm_ticket, Int32(1), sem="relaxed", scope="gpu")
 
     def make_mail(self, storage) -> Mail | None:
         """The mail of a pair, in the shared storage."""

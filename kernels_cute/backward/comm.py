@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import comm_mxfp8, sync, trace
+from .. import comm_mxfp8, ptx, sync, trace
 from ..epilogue.router_grad import sum_groups
 from ..machine import CHUNK_N
 from ..megakernel import WARPS, MegaKernel
@@ -24,42 +24,97 @@ class CommRoles(MegaKernel):
         prog = self.program(ctx)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        schedule, sizes, buffers, counters = ctx.schedule, ctx.sizes, ctx.buffers, ctx.counters
         item_word = shared.comm_item
-        worker = self.make_worker(shared, schedule.rows, warp)
+        worker = self.make_worker(shared, ctx.schedule.rows, warp)
         worker.init()
-        phase = Int32(0)  # of the barrier of this lane's slot
-        minibatch = Int32(0)  # of the last item: item numbers only grow
-        index = Int32(0)
-        while index < prog.items:
-            if thread == 0:
-                drawn = cute.arch.atomic_add(
-                    counters.comm_ticket, Int32(1), sem="relaxed", scope="gpu"
+        if cutlass.const_expr(self.overlap):
+            self.comm_items(ctx, prog, shared, worker)
+        else:
+            phase = Int32(0)  # of the barrier of this lane's slot
+            state = self.first_item()
+            index = Int32(0)
+            while index < prog.items:
+                if thread == 0:
+                    cute.arch.store(item_word, self.draw_item(ctx))
+                cute.arch.sync_threads()
+                index = cute.arch.load(item_word, Int32)
+                if index < prog.items:
+                    item, state = self.item_of(ctx, prog, index, state)
+                    if thread == 0:
+                        self.wait_item(ctx, prog, item, index)
+                        if cutlass.const_expr(self.trace):
+                            ctx.tracer.begin(
+                                trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
+                            )
+                    cute.arch.sync_threads()
+                    ring_row = self.ring_row(ctx, item)
+                    phase = self.move_item(ctx, prog, item, ring_row, worker, warp, phase, Int64(0))
+                    cute.arch.sync_threads()
+                    if thread == 0:
+                        if item.kind == DISPATCH:
+                            sync.arrive(ctx.counters.dispatch + item.minibatch)
+                        else:
+                            sync.arrive(ctx.counters.push + item.minibatch)
+                        if cutlass.const_expr(self.trace):
+                            ctx.tracer.end()
+
+    @cute.jit
+    def move_item(self, ctx, prog, item, ring_row, worker, warp, phase, owed):
+        """Move an item's rows; returns the phase of this lane's slot."""
+        schedule, sizes, buffers = ctx.schedule, ctx.sizes, ctx.buffers
+        if item.kind == DISPATCH:
+            phase = self.bring_in(
+                worker, prog, item, ring_row, schedule, sizes, buffers, warp, phase, owed
+            )
+        else:
+            phase = self.push_out(
+                worker, item, ring_row, schedule, sizes, buffers, warp, phase, owed
+            )
+        return phase
+
+    def ring_row(self, ctx, item) -> Int32:
+        """The item's first row in the ring."""
+        return item.row % ctx.sizes.macrobatch
+
+    def counter_of(self, ctx, item) -> cute.Pointer:
+        """The counter of an item's minibatch that tells of the item."""
+        dispatched = (ctx.counters.dispatch + item.minibatch).toint()
+        pushed = (ctx.counters.push + item.minibatch).toint()
+        return sync.int_ptr(sync.select_i64(item.kind == DISPATCH, dispatched, pushed))
+
+    def first_item(self) -> Int32:
+        """``item_of``'s state before the first item: the minibatch in whose stretch the last one lies."""
+        return Int32(0)
+
+    @cute.jit
+    def item_of(self, ctx, prog, index, minibatch):
+        """The item of a number, and the state for the next one: item numbers only grow."""
+        return self.decode_item(prog, ctx.schedule, ctx.sizes, index, minibatch)
+
+    @cute.jit
+    def item_there(self, ctx, prog, item) -> Int32:
+        """1 if what ``wait_item`` waits for is there; one acquiring look."""
+        counter, target = self.needs(ctx, prog, item)
+        there = Int32(1)
+        if target > 0:
+            value = ptx.acquire_gpu(counter.toint())
+            there = sync.select(value >= target, Int32(1), Int32(0))
+        return there
+
+    @cute.jit
+    def needs(self, ctx, prog, item):
+        """What ``wait_item`` waits for: a counter and its target, 0 for nothing."""
+        counters, previous = ctx.counters, item.minibatch - prog.ring_mbs
+        counter, target = (counters.dx + item.minibatch).toint(), prog.dx_target(item.minibatch)
+        if item.kind == DISPATCH:
+            target = Int32(0)
+            if previous >= 0:
+                overlaps = cute.arch.load(
+                    ctx.schedule.tables + OVERLAPS * ctx.sizes.table_stride + previous, Int32
                 )
-                cute.arch.store(item_word, drawn)
-            cute.arch.sync_threads()
-            index = cute.arch.load(item_word, Int32)
-            if index < prog.items:
-                item, minibatch = self.decode_item(prog, schedule, sizes, index, minibatch)
-                if thread == 0:
-                    self.wait_item(ctx, prog, item, index)
-                    if cutlass.const_expr(self.trace):
-                        ctx.tracer.begin(
-                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
-                        )
-                cute.arch.sync_threads()
-                if item.kind == DISPATCH:
-                    phase = self.bring_in(worker, prog, item, schedule, sizes, buffers, warp, phase)
-                else:
-                    phase = self.push_out(worker, item, schedule, sizes, buffers, warp, phase)
-                cute.arch.sync_threads()
-                if thread == 0:
-                    if item.kind == DISPATCH:
-                        sync.arrive(counters.dispatch + item.minibatch)
-                    else:
-                        sync.arrive(counters.push + item.minibatch)
-                    if cutlass.const_expr(self.trace):
-                        ctx.tracer.end()
+                counter = (counters.free + previous).toint()
+                target = prog.free_target(previous, overlaps)
+        return sync.int_ptr(counter), target
 
     @cute.jit
     def decode_item(self, prog, schedule, sizes, index, minibatch):
@@ -102,19 +157,18 @@ class CommRoles(MegaKernel):
             )  # fmt: skip
 
     @cute.jit
-    def bring_in(self, worker, prog, item, schedule, sizes, buffers, warp, phase):
+    def bring_in(self, worker, prog, item, ring_row, schedule, sizes, buffers, warp, phase, owed):
         """Pull dy rows and router weights; for a macrobatch that is replayed, x rows too.
 
         In MXFP8 the rows are quantised; their copies along the tokens, for the weight gradients, are made
         from the results.
         """
         rows, count = schedule.rows, self.tile.comm_m
-        ring_row = item.row % sizes.macrobatch
         replayed = prog.is_replayed(item.minibatch)
         scales = buffers.scales
         phase = self.pull(
             worker, rows, item.row, buffers.dy_heap, sizes.topk, buffers.dy_ring, scales.dy, ring_row,
-            warp, phase,
+            warp, phase, owed,
         )  # fmt: skip
         if replayed:
             if cutlass.const_expr(self.wire):
@@ -125,7 +179,7 @@ class CommRoles(MegaKernel):
             else:
                 phase = self.pull(
                     worker, rows, item.row, buffers.x_heap, sizes.topk, buffers.replay_x,
-                    scales.replay_x, ring_row, warp, phase,
+                    scales.replay_x, ring_row, warp, phase, Int64(0),
                 )  # fmt: skip
         if cutlass.const_expr(self.mxfp8):
             cute.arch.sync_threads()
@@ -158,7 +212,7 @@ class CommRoles(MegaKernel):
         return phase
 
     @cute.jit
-    def pull(self, worker, rows, first, heap, topk, ring, scales, ring_row, warp, phase):
+    def pull(self, worker, rows, first, heap, topk, ring, scales, ring_row, warp, phase, owed):
         """The rows of an item from a heap to a ring; returns the phase of this lane's slot."""
         count = self.tile.comm_m
         if cutlass.const_expr(self.mxfp8):
@@ -167,16 +221,19 @@ class CommRoles(MegaKernel):
             )
         else:
             target = ring + Int64(ring_row) * rows.row_bytes
-            phase = worker.pull(first, heap, topk, target, phase)
+            phase = worker.pull(first, heap, topk, target, phase, owed)
         return phase
 
     @cute.jit
-    def push_out(self, worker, item, schedule, sizes, buffers, warp, phase):
+    def push_out(self, worker, item, ring_row, schedule, sizes, buffers, warp, phase, owed):
         """Push dx rows and router-weight gradients to the slots of their routes."""
         rows, count = schedule.rows, self.tile.comm_m
-        ring_row = item.row % sizes.macrobatch
         phase = worker.push(
-            item.row, buffers.dx_ring + Int64(ring_row) * rows.row_bytes, buffers.dx_heap, phase
+            item.row,
+            buffers.dx_ring + Int64(ring_row) * rows.row_bytes,
+            buffers.dx_heap,
+            phase,
+            owed,
         )
         groups = sizes.intermediate // CHUNK_N
         for i in cutlass.range(warp, count, WARPS, unroll=1):

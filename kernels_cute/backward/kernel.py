@@ -59,7 +59,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         trace: record begin and end of every task (``tracing``).
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
-        carry, comm_m: as ``ForwardKernel``'s. Change no bit.
+        carry, comm_m, overlap: as ``ForwardKernel``'s. Change no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -82,6 +82,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         limited: bool = True,
         carry: bool | None = None,
         comm_m: int = 64,
+        overlap: bool = False,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
@@ -95,7 +96,9 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
             stages = BLACKWELL_STAGES
         # With block scales a stage is larger; there all three must have been read.
         store_stages = 2 if hopper else 3 if mxfp8 else 4
-        super().__init__(arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, pair, carry)
+        super().__init__(
+            arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, pair, carry, overlap
+        )
         if self.scaled:
             # They, not the store warp, read what dgrad down of routed experts stages.
             self.quantises = True

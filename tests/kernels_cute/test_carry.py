@@ -54,6 +54,30 @@ def test_items_of_128_rows(hidden):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("comm_m", [64, 128])
+@pytest.mark.parametrize("hidden", [128, 2048, 8320])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_items_overlap(hidden, comm_m, seed):
+    """An item begins while the last one's rows are on their way, and tells of it."""
+    run_forward(Shape(300, hidden, 64, 4, 2, 2), "sm_90a", seed, comm_m=comm_m, overlap=True)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("macrobatch", [1, 3])
+@pytest.mark.parametrize(("pair", "comm_m"), [(False, 64), (True, 128)])
+def test_items_of_backward_overlap(pair, comm_m, macrobatch):
+    layer = Layer(
+        Shape(300, 320, 192, 3, 3, 1, 64), kind="few_experts", direct=False, ep_size=2, seed=1,
+        macrobatch=macrobatch,
+    )  # fmt: skip
+    options = {"pair": True} if pair else {}
+    run, want = exact_run(
+        layer, "sm_90a", "cpu", grid=6, num_comm_ctas=2, comm_m=comm_m, overlap=True, **options
+    )
+    assert_same(emulated_backward(run, 6, layer.seed), want)
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize(("arch", "stages"), [("sm_90a", 3), ("sm_100a", 2)])
 def test_little_memory(arch, stages):
     """Fewer stages leave less for rows, so that these are cut."""
@@ -76,9 +100,10 @@ def test_backward(arch, pair, comm_m):
     assert_same(emulated_backward(run, 6, layer.seed), want)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_spill(arch):
-    (used,) = forward_kernel(arch, direct=False, carry=True).resources.kernels
+def test_no_spill(arch, overlap):
+    (used,) = forward_kernel(arch, direct=False, carry=True, overlap=overlap).resources.kernels
     assert used.spill_bytes == 0 and not used.warnings
 
 
@@ -86,6 +111,9 @@ def test_items_that_the_workers_do_not_take():
     for config in ({"comm_m": 96}, {"comm_m": 128, "carry": False}, {"comm_m": 128, "mxfp8": True}):
         with pytest.raises(ResourceError, match="comm_m must be 64"):
             ForwardKernel(False, "sm_90a", **config)
+    for config in ({"carry": False}, {"mxfp8": True}):
+        with pytest.raises(ResourceError, match="overlap"):
+            ForwardKernel(False, "sm_90a", overlap=True, **config)
 
 
 def test_memory_of_a_warp():
