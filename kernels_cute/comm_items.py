@@ -2,7 +2,7 @@
 
 What a worker does for an item stands in a row: a ticket's number, a look at the counter, where the rows go, the copies,
 their way to memory, the arrival. Here the number is drawn an item ahead, and the arrival comes behind the next
-item's first copies; it is *owed* until then (``carry.Worker``).
+item's first copies; it is *owed* until then (``carry.Worker``). A trace's item ends when its copies are on their way.
 """
 
 import cutlass

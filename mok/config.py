@@ -22,7 +22,9 @@ CLUSTER_CTAS = {"sm_90a": 1, "sm_100a": 2, "sm_103a": 2}
 _FWD_COMM_FRACTION = 40 / 148
 _BWD_COMM_FRACTION = 28 / 148
 _MAX_DIRECT_MINIBATCH = 65536
-_RING_MINIBATCHES = 32  # of two waves each: the reference system's 131072 / 4096
+_RING_TWO_WAVES = (
+    32  # a ring of rows, in minibatches of two waves: the reference system's 131072 / 4096
+)
 
 
 def tile_rows(arch: str) -> int:
@@ -206,7 +208,7 @@ class Config:
                 f"macrobatch_size must be a multiple of minibatch_size ({self.minibatch_size})",
                 self.macrobatch_size,
             )
-        if self.pairs not in (None, True, False):
+        if self.pairs is not None and not isinstance(self.pairs, bool):
             raise DtypeError("pairs must be True, False or None", repr(self.pairs))
         for name in ("schedule_capacity_multiplier", "timeout_s"):
             value = getattr(self, name)
@@ -296,7 +298,7 @@ class Config:
             # read (docs/measurements/h200.md: 609 → 637 TFLOP/s on Mixtral).
             count = max(1, -(-rows // _MAX_DIRECT_MINIBATCH))
             minibatch = max(1, -(-rows // (count * tile))) * tile
-        most = _RING_MINIBATCHES * max(minibatch, two_waves)
+        most = _RING_TWO_WAVES * max(minibatch, two_waves)
         ring = min(most // minibatch, max(1, -(-rows // minibatch)))
         # A quarter more than balanced routing brings, with half a tile of padding per expert in use.
         routes = max(1, shape.num_tokens * shape.topk)

@@ -109,8 +109,18 @@ def candidates(
             if value != config.schedule_capacity_multiplier:
                 yield change(config, schedule_capacity_multiplier=value)
     elif tunable == "pairs":
-        for together in (True, False):
-            if arch == "sm_90a" and together is not config.pairs:
+        from mok.kernels_cute.machine import pays_backward, works_in_pairs
+
+        def builds(pairs: bool | None) -> list[bool]:  # of forward and backward
+            able = [
+                works_in_pairs(arch, num_sms, config.reserved_sms, comm if shape.ep_size > 1 else 0)
+                for comm in (config.fwd_num_comm_sms, config.bwd_num_comm_sms)
+            ]
+            pays = [True, pays_backward(shape.hidden_size, shape.intermediate_size)]
+            return [a and (p if pairs is None else pairs) for a, p in zip(able, pays, strict=True)]
+
+        for together in (True, False):  # one value for both directions
+            if builds(together) != builds(config.pairs):
                 yield change(config, pairs=together)
     else:
         raise MokError("the tunable must be a known one", repr(tunable), f"Known: {TUNABLES}")

@@ -39,7 +39,7 @@ def holder(name: str, seconds: float) -> subprocess.Popen[str]:
 
 def test_a_place_is_held_by_one_process_at_a_time():
     name = f"test-{os.getpid()}"
-    started = [holder(name, 0.4) for _ in range(5)]
+    started = [holder(name, 1.5) for _ in range(5)]
     spans = []
     for process in started:
         out, _ = process.communicate(timeout=120)

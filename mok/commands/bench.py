@@ -354,11 +354,16 @@ def compile_kernels(args: argparse.Namespace, prepared: Run) -> None:
     trains = any(p != "forward" for p in prepared.settings.passes)
     shapes = [entry.shape for entry in prepared.settings.shapes]
     sizes = [(shape.hidden_size, shape.intermediate_size) for shape in shapes]
+    pairs = {
+        entry.config.pairs
+        for entry in prepared.settings.entries
+        if entry.config is not None and entry.config.pairs is not None
+    }
     specs = []
     for name in (e.name for e in prepared.settings.entries if e.name.startswith("mok")):
         mxfp8 = precision_of(name) == "mxfp8"
         direct = ep_size_of(name) == 1 and not mxfp8
-        specs += layer_specs(prepared.backend.arch, direct, trains, mxfp8, sizes)
+        specs += layer_specs(prepared.backend.arch, direct, trains, mxfp8, sizes, pairs)
     compilation = Compilation(list(dict.fromkeys(specs)), args.workers)
     if compilation.processes:
         prepared.say(f"compiling our kernels in {len(compilation.processes)} processes")

@@ -299,13 +299,9 @@ def tunables_of(config: Config) -> dict[str, Any]:
 
 def text_of(value: float | bool | None) -> str:
     """A tunable's value; None leaves it to the shape."""
-    return (
-        "by shape"
-        if value is None
-        else str(value)
-        if value is True or value is False
-        else f"{value:g}"
-    )
+    if value is None:
+        return "by shape"
+    return str(value) if isinstance(value, bool) else f"{value:g}"
 
 
 def passed(document: dict[str, Any]) -> bool:

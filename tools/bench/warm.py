@@ -25,23 +25,28 @@ def layer_specs(
     trains: bool,
     mxfp8: bool = False,
     sizes: Iterable[tuple[int, int]] = (),
+    pairs: Iterable[bool] = (),
 ) -> list[Any]:
     """Specs of the kernels that a layer launches, the slowest to compile first.
 
     ``direct``: one rank in BF16, without the ring. ``sizes``: (H, I) of the layers; by default any.
+    ``pairs``: what ``Config.pairs`` is set to, if it is.
     """
     from mok import kernels
     from mok.kernels_cute.machine import machine_of, pays_backward
 
     in_pairs = {pays_backward(*size) for size in sizes} or {True, False}
+    forward: Sequence[bool | None] = [None]
     if mxfp8 or not machine_of(arch).pairs:
         in_pairs = {False}
+    elif chosen := set(pairs):
+        in_pairs, forward = chosen, sorted(chosen)
 
-    specs = [kernels.forward_spec(arch, direct, mxfp8=mxfp8)]
+    specs = [kernels.forward_spec(arch, direct, mxfp8=mxfp8, pair=p) for p in forward]
     if trains:
         specs = [
             *(kernels.backward_spec(arch, direct, mxfp8=mxfp8, pair=p) for p in sorted(in_pairs)),
-            kernels.forward_spec(arch, direct, True, mxfp8=mxfp8),
+            *(kernels.forward_spec(arch, direct, True, mxfp8=mxfp8, pair=p) for p in forward),
             *specs,
         ]
         specs += [

@@ -128,8 +128,10 @@ class Checker:
         self.global_table = table
         m.x[L.X_GSHADOW] = table.ctypes.data
         if any(r.start in m.written for r in m.memory):
+            # Kept: others may be registered before a queued launch runs.
+            self.written = [m.written.get(r.start) for r in m.memory]
             self.written_table = np.array(
-                [m.written[r.start].ctypes.data if r.start in m.written else 0 for r in m.memory],
+                [0 if masks is None else masks.ctypes.data for masks in self.written],
                 dtype=np.int64,
             )
             m.x[L.X_WRITTEN] = self.written_table.ctypes.data

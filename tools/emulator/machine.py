@@ -135,7 +135,9 @@ class Machine(Residency, BulkOps):
         written: dict[int, np.ndarray] | None = None,
     ) -> None:
         self.check = check
-        self.written = written or {}  # per range, by its start: of each word the bytes written
+        self.written = (
+            {} if written is None else written
+        )  # per range, by its start: of each word the bytes written
         self.late = LateStores(self)
         self.gpu, self.memory = gpu, sorted(ranges)
         self.range_gpus = np.array([r.gpu for r in self.memory] or [0], dtype=np.int64)

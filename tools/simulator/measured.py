@@ -21,6 +21,8 @@ from mok.errors import MokError
 from mok.tools.simulator.machine import load_machine
 from mok.tools.simulator.plan import Search
 from mok.tools.simulator.routing import recorded
+from mok.tools.simulator.scenario import Direction
+from mok.tools.simulator.suggest import NAMES, off_the_edge
 
 REACHED = 0.97
 """Promised: time of the best combination over the time of the plan's."""
@@ -82,10 +84,16 @@ def chosen(sizes: tuple[int, ...], ep: int, times: Times, machine: str = "h200")
     numbers = sorted({key[1] for key in times})
     found = []
     for minibatch, macrobatch in rings_of(times):
-        best = [
-            min((search.run(Config(n, n, minibatch, macrobatch), name).ms, n) for n in numbers)
-            for name in ("forward", "backward")
-        ]  # fmt: skip
+        best = []
+        for direction, _ in NAMES:
+
+            def ms(
+                n: int, ring: Ring = (minibatch, macrobatch), name: Direction = direction
+            ) -> float:
+                return search.run(Config(n, n, *ring), name).ms
+
+            number = off_the_edge(min(numbers, key=ms), numbers, ms)
+            best.append((ms(number), number))
         config = Config(best[0][1], best[1][1], minibatch, macrobatch)
         found.append((best[0][0] + best[1][0], -minibatch, config))
     return min(found, key=lambda entry: entry[:2])[2]

@@ -110,7 +110,8 @@ class Scenario:
     @property
     def in_pairs(self) -> bool:
         """Whether two CTAs take two tasks a ticket, in step."""
-        if self.program != "ours" or self.pairs is False:
+        wanted = self.config.pairs if self.pairs is None else self.pairs
+        if self.program != "ours" or wanted is False:
             return False
         machine, config = self.machine, self.config
         sizes = (machine.num_sms, config.reserved_sms, self.comm_sms)
