@@ -216,6 +216,16 @@ class Config:
                 raise DtypeError(f"{name} must be a number", f"{value!r}")
             if not (math.isfinite(value) and value > 0):
                 raise ShapeError(f"{name} must be positive and finite", value)
+        if not 1e-3 <= self.timeout_s <= 1e9:
+            raise ShapeError("timeout_s must be 0.001 to 1e9 seconds", self.timeout_s)
+        if self.schedule_capacity_multiplier > 1000:
+            raise ShapeError(
+                "schedule_capacity_multiplier must be at most 1000",
+                self.schedule_capacity_multiplier,
+            )
+        for name in ("debug", "launch_control", "trace", "mxfp8_wire"):
+            if not isinstance(getattr(self, name), bool):
+                raise DtypeError(f"{name} must be True or False", repr(getattr(self, name)))
 
     def _require_minibatch_multiple(self, tile: int) -> None:
         if self.minibatch_size % tile:

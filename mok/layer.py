@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mok import ops
 from mok.config import Config
-from mok.errors import CapacityError, DtypeError, ShapeError
+from mok.errors import CapacityError, DeviceError, DtypeError, ShapeError
 from mok.layer_spec import LayerSpec, register_layer
 from mok.mxfp8 import QuantisedMasters
 from mok.router import Router, Score, linear_fp32
@@ -210,6 +210,18 @@ class MoELayer(nn.Module):
 
     def _compute(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """BF16 [T, H] from x [T, H] and routes [..., K]."""
+        for name, given in (("router_weights", weights), ("top_experts", ids)):
+            if given.shape[-1:] != (self.spec.topk,):
+                raise ShapeError(
+                    f"{name} must have the shape [..., K] with K = {self.spec.topk}",
+                    list(given.shape),
+                )
+        # Else the operator would take one meta tensor for a call that only asks for shapes.
+        for name, given in (
+            ("router_weights", weights), ("top_experts", ids), ("parameters", self.routed_gate)
+        ):  # fmt: skip
+            if given.device != x.device:
+                raise DeviceError(f"{name} must be on x's device, {x.device}", str(given.device))
         scale = None
         if self.shared_scale is not None:
             scale = linear_fp32(x, self.shared_scale[None])[:, 0].sigmoid()

@@ -74,7 +74,8 @@ def _random_routing(n: int, e: int, k: int, rng: torch.Generator) -> Tensor:
 def _skewed_routing(n: int, e: int, k: int, rng: torch.Generator) -> Tensor:
     popularity = torch.arange(1, e + 1)[torch.randperm(e, generator=rng)].double().pow(-1.2)
     if k > e:
-        return torch.multinomial(popularity, n * k, replacement=True, generator=rng).view(n, k)
+        draws = torch.multinomial(popularity, max(1, n * k), replacement=True, generator=rng)
+        return draws[: n * k].view(n, k)
     # Gumbel top-k draws without replacement in proportion to the popularity.
     gumbel = -torch.log(-torch.log(torch.rand(n, e, generator=rng, dtype=torch.float64)))
     return (popularity.log() + gumbel).topk(k, dim=1).indices

@@ -92,6 +92,11 @@ def test_two_wave_rule_is_the_least_that_fills_two_waves(model, num_sms, tile):
         (dict(schedule_capacity_multiplier=float("inf")), "positive and finite"),
         (dict(timeout_s=float("nan")), "positive and finite"),
         (dict(timeout_s="5"), "must be a number"),
+        (dict(timeout_s=1e-9), "0.001 to 1e9"),
+        (dict(timeout_s=9.3e9), "0.001 to 1e9"),  # nanoseconds beyond 2^63
+        (dict(schedule_capacity_multiplier=1e12), "at most 1000"),
+        (dict(launch_control="x"), "True or False"),
+        (dict(debug=3), "True or False"),
         (dict(reserved_sms=-1), "at least 0"),
         (dict(pairs=2), "True, False or None"),
         (dict(pairs=1), "True, False or None"),

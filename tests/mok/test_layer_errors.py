@@ -37,11 +37,21 @@ class Processes(Group):
         ((X, WEIGHTS, IDS), DeviceError, "CUDA devices"),
         ((X, WEIGHTS[:3], IDS), ShapeError, "router_weights must have the shape"),
         ((X, WEIGHTS, IDS[:3]), ShapeError, "top_experts must have the shape"),
+        ((X, WEIGHTS.T, IDS.T), ShapeError, r"router_weights must have the shape .* K = 1"),
+        ((X, WEIGHTS, IDS.T), ShapeError, r"top_experts must have the shape .* K = 1"),
+        ((X, WEIGHTS, IDS.to("meta")), DeviceError, "top_experts must be on x's device"),
+        ((X, WEIGHTS.to("meta"), IDS), DeviceError, "router_weights must be on x's device"),
     ],
 )
 def test_arguments(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         small_layer()(*arguments)
+
+
+def test_parameters_without_memory_compute_nothing() -> None:
+    """The operator would take them for a call that only asks for shapes."""
+    with pytest.raises(DeviceError, match="parameters must be on x's device"):
+        small_layer(device="meta")(X, WEIGHTS, IDS)
 
 
 def test_routes_are_for_layers_without_a_router() -> None:
