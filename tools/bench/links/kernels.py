@@ -92,9 +92,9 @@ class TransferKernel:
             first = item * ITEM_ROWS
             at = near + Int64(first) * row_bytes
             if cutlass.const_expr(self.push):
-                phase = worker.push(first, at, far, phase)
+                phase = worker.push(first, at, far, phase, Int64(0))
             else:
-                phase = worker.pull(first, far, Int32(1), at, phase)
+                phase = worker.pull(first, far, Int32(1), at, phase, Int64(0))
             cute.arch.sync_threads()
             if cutlass.const_expr(self.signals):
                 self.tell(counters, rank_stride, rank, ranks, thread)
