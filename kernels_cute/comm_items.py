@@ -1,4 +1,4 @@
-"""Comm items that overlap: one begins while the last one's rows are on their way.
+"""Comm items in turn, and overlapping: one begins while the last one's rows are on their way.
 
 What a worker does for an item stands in a row: a ticket's number, a look at the counter, where the rows go, the copies,
 their way to memory, the arrival. Here the number is drawn an item ahead, and the arrival comes behind the next
@@ -16,7 +16,37 @@ class CommItems:
     """Mixed into ``MegaKernel``, whose kernels say what an item is, needs, moves and counts."""
 
     @cute.jit
-    def comm_items(self, ctx, prog, shared, worker):
+    def items_in_turn(self, ctx, prog, shared, worker):
+        """Take comm items in order, one after the other."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        word = shared.comm_item
+        phase = Int32(0)  # of the barrier of this lane's slot
+        state, index = self.first_item(), Int32(0)
+        while index < prog.items:
+            if thread == 0:
+                cute.arch.store(word, self.draw_item(ctx))
+            cute.arch.sync_threads()
+            index = cute.arch.load(word, Int32)
+            if index < prog.items:
+                item, state = self.item_of(ctx, prog, index, state)
+                ring_row = self.ring_row(ctx, item)
+                if thread == 0:
+                    self.wait_item(ctx, prog, item, index)
+                    if cutlass.const_expr(self.trace):
+                        ctx.tracer.begin(
+                            trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
+                        )
+                cute.arch.sync_threads()
+                phase = self.move_item(ctx, prog, item, ring_row, worker, warp, phase, Int64(0))
+                cute.arch.sync_threads()
+                if thread == 0:
+                    self.tell_of(ctx, item)
+                    if cutlass.const_expr(self.trace):
+                        ctx.tracer.end()
+
+    @cute.jit
+    def overlapping_items(self, ctx, prog, shared, worker):
         """Take comm items in order, each begun while the last one's rows are on their way (``overlap``)."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

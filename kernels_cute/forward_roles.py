@@ -505,41 +505,22 @@ class ForwardRoles(MegaKernel):
     def comm_cta(self, ctx, shared):
         """Take comm items in order: pull rows into the ring, push finished rows to their slots."""
         prog = self.program(ctx)
-        thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rows = ctx.schedule.rows
-        item_word = shared.comm_item
         worker = self.make_worker(shared, rows, warp)
         worker.init()
         if cutlass.const_expr(self.overlap):
-            self.comm_items(ctx, prog, shared, worker)
+            self.overlapping_items(ctx, prog, shared, worker)
         else:
-            phase = Int32(0)  # of the barrier of this lane's slot
-            index = Int32(0)
-            while index < prog.items:
-                if thread == 0:
-                    cute.arch.store(item_word, self.draw_item(ctx))
-                cute.arch.sync_threads()
-                index = cute.arch.load(item_word, Int32)
-                if index < prog.items:
-                    item = prog.item(index)
-                    ring_row = self.ring_row(ctx, item)
-                    if thread == 0:
-                        self.wait_item(ctx, prog, item, index)
-                        if cutlass.const_expr(self.trace):
-                            ctx.tracer.begin(
-                                trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
-                            )
-                    cute.arch.sync_threads()
-                    phase = self.move_item(ctx, prog, item, ring_row, worker, warp, phase, Int64(0))
-                    cute.arch.sync_threads()
-                    if thread == 0:
-                        if item.kind == program.DISPATCH:
-                            sync.arrive(ctx.counters.x_ready + item.minibatch)
-                        else:
-                            sync.arrive(ctx.counters.y_free + item.minibatch)
-                        if cutlass.const_expr(self.trace):
-                            ctx.tracer.end()
+            self.items_in_turn(ctx, prog, shared, worker)
+
+    @cute.jit
+    def tell_of(self, ctx, item):
+        """Count an item whose rows are in memory."""
+        if item.kind == program.DISPATCH:
+            sync.arrive(ctx.counters.x_ready + item.minibatch)
+        else:
+            sync.arrive(ctx.counters.y_free + item.minibatch)
 
     @cute.jit
     def move_item(self, ctx, prog, item, ring_row, worker, warp, phase, owed):

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import comm_mxfp8, ptx, sync, trace
+from .. import comm_mxfp8, ptx, sync
 from ..epilogue.router_grad import sum_groups
 from ..machine import CHUNK_N
 from ..megakernel import WARPS, MegaKernel
@@ -22,41 +22,21 @@ class CommRoles(MegaKernel):
     def comm_cta(self, ctx, shared):
         """Take comm items in order."""
         prog = self.program(ctx)
-        thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        item_word = shared.comm_item
         worker = self.make_worker(shared, ctx.schedule.rows, warp)
         worker.init()
         if cutlass.const_expr(self.overlap):
-            self.comm_items(ctx, prog, shared, worker)
+            self.overlapping_items(ctx, prog, shared, worker)
         else:
-            phase = Int32(0)  # of the barrier of this lane's slot
-            state = self.first_item()
-            index = Int32(0)
-            while index < prog.items:
-                if thread == 0:
-                    cute.arch.store(item_word, self.draw_item(ctx))
-                cute.arch.sync_threads()
-                index = cute.arch.load(item_word, Int32)
-                if index < prog.items:
-                    item, state = self.item_of(ctx, prog, index, state)
-                    if thread == 0:
-                        self.wait_item(ctx, prog, item, index)
-                        if cutlass.const_expr(self.trace):
-                            ctx.tracer.begin(
-                                trace.COMM, item.kind, index, item.minibatch, -1, item.row, -1
-                            )
-                    cute.arch.sync_threads()
-                    ring_row = self.ring_row(ctx, item)
-                    phase = self.move_item(ctx, prog, item, ring_row, worker, warp, phase, Int64(0))
-                    cute.arch.sync_threads()
-                    if thread == 0:
-                        if item.kind == DISPATCH:
-                            sync.arrive(ctx.counters.dispatch + item.minibatch)
-                        else:
-                            sync.arrive(ctx.counters.push + item.minibatch)
-                        if cutlass.const_expr(self.trace):
-                            ctx.tracer.end()
+            self.items_in_turn(ctx, prog, shared, worker)
+
+    @cute.jit
+    def tell_of(self, ctx, item):
+        """Count an item whose rows are in memory."""
+        if item.kind == DISPATCH:
+            sync.arrive(ctx.counters.dispatch + item.minibatch)
+        else:
+            sync.arrive(ctx.counters.push + item.minibatch)
 
     @cute.jit
     def move_item(self, ctx, prog, item, ring_row, worker, warp, phase, owed):
