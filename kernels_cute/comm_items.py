@@ -16,6 +16,18 @@ class CommItems:
     """Mixed into ``MegaKernel``, whose kernels say what an item is, needs, moves and counts."""
 
     @cute.jit
+    def comm_cta(self, ctx, shared):
+        """Take comm items in order: bring rows into the ring, send finished rows to their slots."""
+        prog = self.program(ctx)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        worker = self.make_worker(shared, ctx.schedule.rows, warp)
+        worker.init()
+        if cutlass.const_expr(self.overlap):
+            self.overlapping_items(ctx, prog, shared, worker)
+        else:
+            self.items_in_turn(ctx, prog, shared, worker)
+
+    @cute.jit
     def items_in_turn(self, ctx, prog, shared, worker):
         """Take comm items in order, one after the other."""
         thread, _, _ = cute.arch.thread_idx()

@@ -502,19 +502,6 @@ class ForwardRoles(MegaKernel):
                     ctx.tracer.end()
 
     @cute.jit
-    def comm_cta(self, ctx, shared):
-        """Take comm items in order: pull rows into the ring, push finished rows to their slots."""
-        prog = self.program(ctx)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rows = ctx.schedule.rows
-        worker = self.make_worker(shared, rows, warp)
-        worker.init()
-        if cutlass.const_expr(self.overlap):
-            self.overlapping_items(ctx, prog, shared, worker)
-        else:
-            self.items_in_turn(ctx, prog, shared, worker)
-
-    @cute.jit
     def tell_of(self, ctx, item):
         """Count an item whose rows are in memory."""
         if item.kind == program.DISPATCH:

@@ -19,18 +19,6 @@ class CommRoles(MegaKernel):
     """Base of ``BackwardKernel``."""
 
     @cute.jit
-    def comm_cta(self, ctx, shared):
-        """Take comm items in order."""
-        prog = self.program(ctx)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        worker = self.make_worker(shared, ctx.schedule.rows, warp)
-        worker.init()
-        if cutlass.const_expr(self.overlap):
-            self.overlapping_items(ctx, prog, shared, worker)
-        else:
-            self.items_in_turn(ctx, prog, shared, worker)
-
-    @cute.jit
     def tell_of(self, ctx, item):
         """Count an item whose rows are in memory."""
         if item.kind == DISPATCH:
@@ -83,7 +71,7 @@ class CommRoles(MegaKernel):
 
     @cute.jit
     def needs(self, ctx, prog, item):
-        """What ``wait_item`` waits for: a counter and its target, 0 for nothing."""
+        """A counter and its target, 0 for nothing: dispatch needs its slot free, a push its minibatch's dx rows."""
         counters, previous = ctx.counters, item.minibatch - prog.ring_mbs
         counter, target = (counters.dx + item.minibatch).toint(), prog.dx_target(item.minibatch)
         if item.kind == DISPATCH:
@@ -117,24 +105,16 @@ class CommRoles(MegaKernel):
 
     @cute.jit
     def wait_item(self, ctx, prog, item, index):
-        """A dispatch needs its slot free, a push its minibatch's dx rows."""
-        schedule, sizes, counters, watch = ctx.schedule, ctx.sizes, ctx.counters, ctx.watch
-        previous = item.minibatch - prog.ring_mbs
+        """Wait for what an item needs."""
+        counter, target = self.needs(ctx, prog, item)
         if item.kind == DISPATCH:
-            if previous >= 0:
-                overlaps = cute.arch.load(
-                    schedule.tables + OVERLAPS * sizes.table_stride + previous, Int32
-                )
+            if target > 0:
                 sync.wait_at_least(
-                    counters.free + previous,
-                    prog.free_target(previous, overlaps),
-                    watch, ROLE, NAME["free"], index, previous,
+                    counter, target, ctx.watch, ROLE, NAME["free"], index,
+                    item.minibatch - prog.ring_mbs,
                 )  # fmt: skip
         else:
-            sync.wait_at_least(
-                counters.dx + item.minibatch, prog.dx_target(item.minibatch),
-                watch, ROLE, NAME["dx"], index, item.minibatch,
-            )  # fmt: skip
+            sync.wait_at_least(counter, target, ctx.watch, ROLE, NAME["dx"], index, item.minibatch)
 
     @cute.jit
     def bring_in(self, worker, prog, item, ring_row, schedule, sizes, buffers, warp, phase, owed):
