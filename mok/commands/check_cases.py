@@ -85,11 +85,13 @@ def on_processes(cases: Iterator[Any], size: int) -> Iterator[Any]:
             )
 
 
-def mxfp8_model_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
+def mxfp8_model_cases(
+    backend: Backend, model: str | None, quick: bool, training: bool = False
+) -> Iterator[CheckCase]:
     """Models whose sizes MXFP8 can have, random (within ``FP32_LIMIT``) and exact."""
     names = [model] if model else ["qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b"]
     for name in names[: 1 if quick else None]:
-        for case in _model_cases(backend, name, 128):
+        for case in _model_cases(backend, name, 128, training):
             limit = FP32_LIMIT if case.metric == "relative_l2" else case.limit
             yield dataclasses.replace(
                 case, name=f"mxfp8 {case.name}", limit=limit, precision="mxfp8"

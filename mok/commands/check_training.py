@@ -108,7 +108,7 @@ def run_backward_case(case: CheckCase, backend: Backend) -> list[dict[str, Any]]
 
 def mxfp8_backward_cases(backend: Backend, model: str | None, quick: bool) -> Iterator[CheckCase]:
     """Gradients in MXFP8: models with random values, then integers, whose sums are exact once quantised."""
-    for case in mxfp8_model_cases(backend, model, quick):
+    for case in mxfp8_model_cases(backend, model, quick, training=True):
         if case.metric == "relative_l2":
             name = f"{case.name}, backward"
             yield dataclasses.replace(case, name=name)

@@ -141,6 +141,7 @@ def test_put_get_signal_wait_on_streams(heap):
     source = torch.randn(1 << 16, device="cuda").bfloat16()
     writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
     found = torch.zeros_like(source)
+    torch.cuda._sleep(1)  # loaded now: a first launch waits for the device, and so for the reader
     torch.cuda.synchronize()
     # The reader is queued first and waits for the signal that follows the data.
     heap.wait(word, 1, index=5, rank=3, stream=reader)
@@ -156,6 +157,11 @@ def test_put_get_signal_wait_on_streams(heap):
 
 def test_a_wait_for_a_signal_that_never_comes_ends(heap):
     word, after = heap.zeros(8, torch.int32), torch.zeros(1, device="cuda")
+    # All kernels are loaded now: a first launch waits for the device, and so for what waits there.
+    heap.signal(word, 1, 1, index=3)
+    heap.wait(word, 1, index=3, rank=1)
+    after.add_(1).zero_()
+    torch.cuda.synchronize()
     start = time.monotonic()
     heap.wait(word, 1, index=2, rank=1, timeout_s=1.0)
     after.add_(1)
