@@ -190,6 +190,11 @@ def _show_benched(document: dict[str, Any], console: Console) -> None:
             f"{s['median']:.1%}, worst {s['worst']:.1%}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+    if s["unsteady"]:
+        console.print(
+            f"left out: {s['unsteady']} unsteady (calls of one window differ by more than half of their median)",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def _show_gains(rows: list[dict[str, Any]], console: Console) -> None:

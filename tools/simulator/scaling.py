@@ -251,12 +251,12 @@ def own_records() -> list[dict[str, Any]]:
 
 
 RECORDED = Path(__file__).resolve().parents[2] / "docs" / "measurements"
-UNFITTED = "2026-11-30-h200-unfitted.json"
+UNFITTED = "2026-11-30-h200-unfitted-2.json"
 
 
 def unfitted() -> list[dict[str, Any]]:
     """The 12 shapes that nothing was fitted on."""
-    keep = ("name", "ep", "pass", "ms", "model_ms", "error")
+    keep = ("name", "ep", "pass", "ms", "model_ms", "error", "use")
     rows = compare_bench(read(RECORDED / UNFITTED))
     return [{name: r[name] for name in keep} for r in rows]
 

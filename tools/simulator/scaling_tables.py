@@ -145,6 +145,11 @@ def recorded(rows: Rows) -> str:
     return markdown(("what", "times", "median error", "worst"), lines)
 
 
+def _error(row: dict[str, Any]) -> str:
+    text = f"{row['error']:+.1%}"
+    return f"({text}: unsteady)" if row["use"] == "unsteady" else text
+
+
 def unfitted(rows: Rows) -> str:
     """The 12 shapes that nothing was fitted on."""
     shapes: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
@@ -154,10 +159,10 @@ def unfitted(rows: Rows) -> str:
     keys.sort(key=lambda key: (key[0], key[1] != "forward"))
     head = ("layer T,H,I,E,K", *(f"EP {ep} {name}: ms, error" for ep, name in keys))
     lines = [
-        (name, *(f"{r['ms']:.3f}, {r['error']:+.1%}" for key in keys for r in [cells[key]]))
+        (name, *(f"{r['ms']:.3f}, {_error(r)}" for key in keys for r in [cells[key]]))
         for name, cells in shapes.items()
     ]
-    errors = [abs(r["error"]) for r in rows]
+    errors = [abs(r["error"]) for r in rows if r["use"] == "check"]
     result = (
         f"Median {statistics.median(errors):.1%}, worst {max(errors):.1%} of {len(errors)} times."
     )

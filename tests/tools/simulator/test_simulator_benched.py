@@ -44,8 +44,9 @@ def test_times_of_shapes_that_were_not_fitted(path):
     promise = summary(found)
     assert promise["times"] > 0 and promise["ok"], promise
     if "unfitted" in path.stem:
-        made = {(r["sizes"], r["ep"], r["pass"]) for r in found if r["use"] == "check"}
+        made = {(r["sizes"], r["ep"], r["pass"]) for r in found if r["use"] != "fit"}
         assert len(made) == 12 * 2 * 2
+        assert promise["times"] >= len(made) - 1 and promise["unsteady"] <= 1
 
 
 def test_the_suite_holds_12_shapes_and_none_was_fitted():
@@ -65,6 +66,19 @@ def test_fitted_shapes_are_told_apart(rows):
     wrong = [dict(r, error=0.2) for r in rows]
     assert not summary(wrong)["ok"] and summary(wrong)["worst"] == 0.2
     assert LIMITS == {"median": 0.06, "worst": 0.15}
+
+
+def test_a_window_of_two_states_is_no_check(rows):
+    """Its row stays in the table, and in the count of those left out."""
+    document = read(BENCH)
+    ours = [r for r in document["rows"] if r["program"] == "mok"]
+    one = next(r for r in ours if r["shape"]["T"] == 8192 and r["shape"]["E"] == 128)
+    before = summary(rows)
+    document = document | {"rows": [dict(one, spread=0.6, ms=2 * one["ms"])]}
+    (row,) = compare_bench(document)
+    assert row["use"] == "unsteady" and row["error"] < -0.4
+    assert summary([row]) | {"times": 0, "unsteady": 1, "ok": True} == summary([row])
+    assert before["unsteady"] == 0
 
 
 def test_virtual_ranks_are_added_up():

@@ -20,7 +20,7 @@ from mok.tools.simulator.measured import (
 from mok.tools.simulator.routing import recorded
 
 RECORDED = Path(__file__).parents[3] / "docs" / "measurements"
-EXHAUSTIVE = sorted(RECORDED.glob("*h200-exhaustive*.jsonl"))
+EXHAUSTIVE = sorted(RECORDED.glob("*h200-exhaustive*.jsonl"), key=lambda path: path.stem)
 SIZES = (1024, 1024, 256, 16, 4)
 
 
@@ -118,10 +118,11 @@ def changed_since(case):
 
 
 def test_a_grid_that_was_recorded_is_read():
+    """The first run had time for every combination on the ring, later ones for a part."""
     for path in EXHAUSTIVE:
         grids = read_grid(path)
         assert len(grids) == 12
         for (_, ep), times in grids.items():
             best, config = best_of(times)
             assert measured_ms(times, config) == pytest.approx(best)
-            assert ep == 1 or len(times) == 126
+            assert ep == 1 or len(times) == 126 or (path != EXHAUSTIVE[0] and len(times) >= 42)
