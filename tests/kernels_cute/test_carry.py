@@ -1,15 +1,19 @@
 """Comm workers that carry rows through shared memory by bulk copies: whole layers, with the same bits."""
 
+import dataclasses
+
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 
+from mok import kernels
 from mok.config import Shape
 from mok.errors import ResourceError
 from mok.kernels_cute.carry import BARRIERS, LANES, PIECE, piece_bytes
 from mok.kernels_cute.forward import ForwardKernel
 from mok.reference import forward_loop, integer_case
+from mok.runtime.compile import get_kernel
 from tests.backward_cases import Layer, assert_same, exact_run
 from tests.backward_cases import emulated as emulated_backward
 from tests.forward_runs import ForwardRun, forward_kernel
@@ -63,6 +67,12 @@ def test_items_overlap(hidden, comm_m, seed):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_items_overlap_on_blackwell(seed):
+    run_forward(Shape(300, 320, 64, 4, 2, 2), "sm_100a", seed, overlap=True)
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize("macrobatch", [1, 3])
 @pytest.mark.parametrize(("pair", "comm_m"), [(False, 64), (True, 128)])
 def test_items_of_backward_overlap(pair, comm_m, macrobatch):
@@ -104,6 +114,17 @@ def test_backward(arch, pair, comm_m):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_spill(arch, overlap):
     (used,) = forward_kernel(arch, direct=False, carry=True, overlap=overlap).resources.kernels
+    assert used.spill_bytes == 0 and not used.warnings
+
+
+@pytest.mark.parametrize("comm_m", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_spill_of_backward(arch, comm_m):
+    """Overlapping items, whose build is the largest."""
+    spec = kernels.backward_spec(arch, direct=False)
+    config = dict(spec.config) | {"carry": True, "overlap": True, "comm_m": comm_m}
+    spec = dataclasses.replace(spec, config=tuple(sorted(config.items())))
+    (used,) = get_kernel(spec).resources.kernels
     assert used.spill_bytes == 0 and not used.warnings
 
 

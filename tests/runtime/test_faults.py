@@ -284,8 +284,7 @@ def run_rounds(fault, count, folder, limit_s, on_gpu, record_property):
     # Never beyond the middle: a killed process's kernel runs on until the driver takes it away, and may
     # have given the others all that they need by then.
     rounds = [
-        Round(fault, folder / str(i), limit_s, on_gpu, progress=i / count / 2)
-        for i in range(count)
+        Round(fault, folder / str(i), limit_s, on_gpu, progress=i / count / 2) for i in range(count)
     ]
     found = [f"round {i}: {text}" for i, r in enumerate(rounds) for text in r.judge()]
     latest = " ".join(f"{r.latest_s:.2f}" for r in rounds)
