@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 META = "meta.json"
+LIMIT_BYTES = 2 << 30
+"""What entries may take together; a kernel is 0.2 to 1 MB, and each change of a source makes new ones."""
 _STALE_S = 3600.0
 
 
@@ -72,6 +74,8 @@ class CacheFolder:
                     raise Untrusted(f"{path} is not a folder")
                 _check_owner(info, path)
             meta = json.loads(self._read_file(folder / META))
+            with contextlib.suppress(OSError):  # a read-only folder stays as it is
+                os.utime(folder / META)  # the time of the last use, for ``_make_room``
             files: dict[str, bytes] = {}
             for name, digest in meta["sha256"].items():
                 files[name] = self._read_file(folder / Path(name).name)
@@ -103,7 +107,8 @@ class CacheFolder:
     def write(self, entry: str, data: Mapping[str, Any], files: Mapping[str, bytes]) -> bool:
         """Put an entry in place of whatever is there; False when the folder cannot be written.
 
-        Call it inside ``lock(entry)``.
+        Call it inside ``lock(entry)``. Entries that were not used for longest go, once all together take
+        more than ``LIMIT_BYTES``.
         """
         building = self.root / f".{entry}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
@@ -121,6 +126,7 @@ class CacheFolder:
             if os.path.lexists(final):  # damaged, or it would have been read: make way
                 final.rename(building.with_suffix(".old"))
             building.rename(final)
+            self._make_room(entry)
             return True
         except (OSError, Untrusted) as error:
             self._complain(str(error))
@@ -139,6 +145,22 @@ class CacheFolder:
             with contextlib.suppress(OSError):
                 if time.time() - folder.lstat().st_mtime > _STALE_S and not folder.is_symlink():
                     shutil.rmtree(folder, ignore_errors=True)
+
+    def _make_room(self, newest: str) -> None:
+        found: list[tuple[float, int, Path]] = []
+        for folder in self.root.iterdir():
+            if folder.name.startswith(".") or folder.name == newest or folder.suffix == ".lock":
+                continue
+            with contextlib.suppress(OSError):  # another process may be at the same
+                size = sum(path.lstat().st_size for path in folder.iterdir())
+                found.append(((folder / META).lstat().st_mtime, size, folder))
+        total = sum(size for _, size, _ in found)
+        for _, size, folder in sorted(found):
+            if total <= LIMIT_BYTES:
+                return
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.with_name(folder.name + ".lock").unlink(missing_ok=True)
+            total -= size
 
     @contextlib.contextmanager
     def lock(self, entry: str) -> Iterator[bool]:

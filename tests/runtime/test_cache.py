@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 
-from mok.runtime.cache import CacheFolder, default_folder
+from mok.runtime import cache
+from mok.runtime.cache import META, CacheFolder, default_folder
 
 
 @pytest.fixture
@@ -149,6 +150,21 @@ def test_killed_writers_leave_nothing_for_long(folder):
     os.utime(leftover, (1, 1))
     folder.write("a", {}, FILES)
     assert not leftover.exists()
+
+
+def test_what_was_not_used_for_longest_makes_room(folder, monkeypatch):
+    """Reading counts as use; the entry just written stays, however large it is."""
+    for age, name in enumerate("dcba"):
+        with folder.lock(name):
+            assert folder.write(name, {}, {"k.o": bytes(1000)})
+        os.utime(folder.root / name / META, (1e9 - 1000 * age,) * 2)
+    assert folder.read("a") is not None  # the oldest, until now
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 3000)
+    with folder.lock("e"):
+        assert folder.write("e", {}, {"k.o": bytes(5000)})
+    assert {path.name for path in folder.root.iterdir() if path.is_dir()} == {"a", "d", "e"}
+    assert not (folder.root / "b.lock").exists() and (folder.root / "e.lock").exists()
+    assert folder.read("b") is None and folder.read("e") is not None
 
 
 def test_default_folder(monkeypatch):
