@@ -37,7 +37,7 @@ from tests.forward_runs import ForwardRun, emulated, forward_kernel
 
 Outcome = list[torch.Tensor]
 Rewrite = Callable[[str], str] | None
-# Undamaged runs take less than 2 million warp instructions; backward's ``slots`` up to 2.3 with a seed.
+# Undamaged runs take less than 2 million warp instructions, backward's ``slots`` more.
 MAX_STEPS = 4_000_000
 STAGES = {"sm_90a": 3, "sm_100a": 2}  # Hopper's main loops need three
 
