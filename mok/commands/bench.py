@@ -82,12 +82,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=int, default=0, help="turns of each program (default 3)")
-    how.add_argument(
-        "--warm-ms", type=float, help="run before each window (default 400)"
-    )
-    how.add_argument(
-        "--run-ms", type=float, help="length of a window (default 300)"
-    )
+    how.add_argument("--warm-ms", type=float, help="run before each window (default 400)")
+    how.add_argument("--run-ms", type=float, help="length of a window (default 300)")
     how.add_argument("--sets", type=int, default=2, help="input sets that calls take in turn")
     how.add_argument(
         "--budget-s", type=float, help="stop after so many seconds; says what was left out"

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from mok.commands import scenarios
+from mok.errors import MokError
 
 NAME = "plan"
 HELP = "memory, predicted times, and tunables for a model on a machine"
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
         rows = compare_grid(args.measured)
         return {"measured": args.measured, "promised": REACHED, "rows": rows}
+    if args.rounds < 0:
+        raise MokError("--rounds must be at least 0", args.rounds)
     shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
     routing = scenarios.routing_of(args, shape)
     found = plan(shape, machine, args.precision, routing, args.rounds, args.virtual, progress.print)

@@ -82,15 +82,13 @@ def configs_of(args: argparse.Namespace, shape: Shape, machine: Machine) -> list
             # The suggested ring's rows, in whole minibatches.
             macrobatch = minibatch * max(1, ring * suggested.minibatch_size // minibatch)
         for comm in args.comm_sms or [None]:
-            found.append(
-                Config(
-                    comm or suggested.fwd_num_comm_sms,
-                    comm or suggested.bwd_num_comm_sms,
-                    minibatch,
-                    macrobatch,
-                    args.multiplier or suggested.schedule_capacity_multiplier,
-                )
-            )
+            # A zero is given, too: Config says that it is too small.
+            forward = suggested.fwd_num_comm_sms if comm is None else comm
+            backward = suggested.bwd_num_comm_sms if comm is None else comm
+            multiplier = args.multiplier
+            if multiplier is None:
+                multiplier = suggested.schedule_capacity_multiplier
+            found.append(Config(forward, backward, minibatch, macrobatch, multiplier))
     return found
 
 

@@ -43,8 +43,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     from mok.errors import MokError
     from mok.runtime.trace import Trace, read_records
+    from mok.tools.bench.results import make_folder
     from mok.tools.trace.perfetto import read_perfetto, write_perfetto
 
+    if not args.out.name:
+        raise MokError("--out must be a file name without its ending", repr(str(args.out)))
+    make_folder(args.out.parent)
     traces: list[Trace] = []
     for path in args.records:
         if path.suffix == ".json":
@@ -58,12 +62,18 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     places = set(args.on) | ({"simulator"} if args.simulate else set())
     traces += _of_a_call(args, places or ({"simulator"} if not traces else set()))
     files = [args.out.with_name(args.out.name + ".json")]
-    write_perfetto(traces, files[0])
-    if args.picture != "none":
-        from mok.tools.trace.timeline import draw
+    try:
+        write_perfetto(traces, files[0])
+        if args.picture != "none":
+            from mok.tools.trace.timeline import draw
 
-        files.append(args.out.with_name(f"{args.out.name}.{args.picture}"))
-        draw(traces, files[1])
+            files.append(args.out.with_name(f"{args.out.name}.{args.picture}"))
+            draw(traces, files[1])
+    except OSError as error:
+        raise MokError(
+            "timelines must be writable", f"{files[-1]}: {error.strerror}",
+            "Name another file with --out",
+        ) from error  # fmt: skip
     return {
         "files": [str(f) for f in files],
         "traces": [
@@ -84,19 +94,32 @@ def _of_a_call(args: argparse.Namespace, places: set[str]) -> list[Any]:
     import dataclasses
 
     from mok.commands.trace_run import ids_for, traced
+    from mok.errors import MokError
     from mok.tools.simulator import recorded, simulate, timeline
 
     if not places:
         return []
     shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
-    (direction,) = scenarios.passes_of(args.direction)[:1]
+    if args.direction == "all":
+        raise MokError(
+            "a timeline is of one pass", "--pass all", f"One of {', '.join(scenarios.PASSES)}"
+        )
+    (direction,) = scenarios.passes_of(args.direction)
+    runs = places & {"emulator", "hardware"}
+    if runs and args.precision != "bf16":
+        raise MokError("a call that runs is traced in bf16", f"--precision {args.precision}")
+    if "simulator" not in places and args.program != "ours":
+        raise MokError(
+            "only the simulator has upstream's program", f"--program {args.program}",
+            "Add simulator to --on",
+        )  # fmt: skip
     if "emulator" in places:
         # All of them on a GPU of that size, so that SM stands beside SM.
         machine = dataclasses.replace(machine, num_sms=args.emulated_sms)
     config = scenarios.configs_of(args, shape, machine)[0]
     found: list[Any] = []
     routing = None
-    if places & {"emulator", "hardware"}:
+    if runs:
         ids = ids_for(args.routing, shape)
         routing = recorded(ids, shape, args.routing)
         for place in PLACES[1:]:

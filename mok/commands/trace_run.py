@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +37,14 @@ def ids_for(text: str, shape: Shape) -> NDArray[np.int64]:
         ids = routing("random", tokens, shape.num_experts, shape.topk).numpy()
     else:
         raise MokError("a call that runs takes uniform routing or a .npy file of ids", repr(text))
-    return ids.reshape(shape.ep_size, shape.num_tokens, shape.topk)
+    size = (shape.ep_size, shape.num_tokens, shape.topk)
+    if ids.size != math.prod(size):
+        raise ShapeError(
+            f"ids of a call that runs must be [EP, T, K] = {list(size)}",
+            list(ids.shape),
+            "Give their --shape and --ep",
+        )
+    return ids.reshape(size)
 
 
 def traced(

@@ -1,6 +1,7 @@
 """``mok simulate``, ``mok plan`` and ``mok trace``."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,8 +9,11 @@ import pytest
 from mok import cli
 from mok.kernels_cute import trace as layout
 from mok.runtime.trace import pack_records
+from mok.tools.simulator import compare
 from mok.tools.simulator.constants import HERE
+from mok.tools.trace.perfetto import FORMAT
 
+TILES_OF_KIMI = str(99_999_999_999 * 8 // 128 * 44 + 44)
 SMALL = ["--shape", "512,1024,256,16,2,256", "--ep", "4"]
 
 
@@ -177,6 +181,58 @@ def test_trace_lays_emulator_and_simulator_side_by_side(capsys, tmp_path):
 def test_what_cannot_be_traced_is_named(capsys, argv, rule):
     code, found = document(capsys, "trace", *argv)
     assert code == 2 and rule in found["error"]["rule"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        (["--pass", "all"], "a timeline is of one pass"),
+        (["--on", "emulator", "--precision", "mxfp8"], "traced in bf16"),
+        (["--on", "emulator", "--program", "upstream"], "only the simulator"),
+        (["--on", "emulator", "--routing", "IDS"], r"must be \[EP, T, K\] = \[4, 512, 2\]"),
+        (["--out", "."], "--out must be a file name"),
+        (["--out", "IDS/x"], "folder for results must be writable"),
+        (["--records", "DAMAGED"], "as mok trace wrote it"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(capsys, tmp_path, argv, rule):
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.zeros((2, 3, 2), np.int64))
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(json.dumps({"traceEvents": [], "otherData": {"format": FORMAT}}))
+    argv = [a.replace("IDS", str(ids)).replace("DAMAGED", str(damaged)) for a in argv]
+    code, found = document(capsys, "trace", *SMALL, "--out", str(tmp_path / "o"), *argv)
+    assert code == 2 and re.search(rule, found["error"]["rule"])
+
+
+def test_a_folder_for_timelines_is_made(capsys, tmp_path):
+    out = tmp_path / "new" / "run"
+    assert document(capsys, "trace", *SMALL, "--out", str(out), "--picture", "none")[0] == 0
+    assert out.with_name("run.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("simulate", "--comm-sms", "0"),
+        ("simulate", "--multiplier", "0"),
+        ("plan", "--rounds", "-1"),
+        ("simulate", "--tokens", "99999999999"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(capsys, argv):
+    shape = [] if "--tokens" in argv else SMALL
+    code, found = document(capsys, *argv, *shape)
+    assert code == 2 and found["error"]["value"] in (argv[-1], f"{float(argv[-1])}", TILES_OF_KIMI)
+
+
+def test_comparisons_are_a_document(capsys, monkeypatch):
+    """Also where a time is one of numpy's numbers."""
+    first = next(iter(compare.records()))
+    monkeypatch.setattr(compare, "records", lambda: [first])
+    monkeypatch.setattr(compare.Record, "predict", lambda record: np.float64(record.ms))
+    code, found = document(capsys, "simulate", "--compare")
+    assert code == 0 and [c["ok"] for c in found["comparisons"]] == [True]
 
 
 def test_lost_records_fail(capsys, tmp_path):

@@ -90,7 +90,7 @@ def compare(report: Callable[[str], Any] = lambda text: None) -> list[dict[str, 
                 "model_ms": model,
                 "error": error,
                 "limit": record.limit,
-                "ok": not record.limit or abs(error) <= record.limit,
+                "ok": bool(not record.limit or abs(error) <= record.limit),
                 "off": record.off,
             }
         )

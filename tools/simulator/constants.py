@@ -97,8 +97,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise MokError("the file must be readable", str(path), str(error.strerror)) from error
-    except tomllib.TOMLDecodeError as error:
+        raise MokError("the file must be readable", f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MokError("the file must be valid TOML", f"{path}: {error}") from error
 
 

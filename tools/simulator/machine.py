@@ -43,6 +43,17 @@ NAMES = (
 """Constants of a machine; ``docs/scaling.md`` explains each."""
 
 
+def _bounds(name: str) -> tuple[float, float]:
+    """What a constant can be: time is played in slices, so it must neither stand still nor overflow."""
+    if name in ("nvlink_efficiency", "power_exponent", "clock_headroom"):
+        return {"nvlink_efficiency": (0.01, 1), "power_exponent": (0, 4)}.get(name, (1, 10))
+    if name.endswith(("_bytes_per_s", "_hz")):
+        return 1e8, 1e18
+    if name.endswith("_s"):
+        return 0, 1
+    return (1 if name.endswith("_per_clock") else 0), 1e18
+
+
 @dataclass(frozen=True)
 class Machine:
     """One GPU of a machine, and how it reaches the others.
@@ -67,6 +78,9 @@ class Machine:
     gain: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, text in (("name", self.name), ("title", self.title), ("arch", self.arch)):
+            if not isinstance(text, str) or not text:
+                raise DeviceError(f"{name} of a machine must be text", repr(text))
         if self.arch not in TILE_ROWS:
             raise DeviceError("arch must be a supported one", self.arch, ", ".join(TILE_ROWS))
         for name, value in (("num_sms", self.num_sms), ("domain", self.domain)):
@@ -83,8 +97,16 @@ class Machine:
         zero = [n for n, v in self.constants.items() if v == 0 and n != "power_exponent"]
         if zero:
             raise MokError(f"constants of machine {self.name} must be positive", ", ".join(zero))
-        if self["nvlink_efficiency"] > 1 or any(t > 1 for t in self.tiles.values()):
-            raise MokError(f"efficiencies of machine {self.name} must not exceed 1")
+        for name, value in self.constants.items():
+            low, high = _bounds(name)
+            if not low <= value <= high:
+                raise MokError(
+                    f"{name} of machine {self.name} must be in {low:g}…{high:g}", value,
+                    "Rates are in bytes a second, times in seconds",
+                )  # fmt: skip
+        for name, share in self.tiles.items():
+            if not 0.01 <= share <= 1:
+                raise MokError(f"tile {name} of machine {self.name} must be in 0.01…1", share)
 
     def __getitem__(self, name: str) -> float:
         return self.constants[name]

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mok.config import Shape
+from mok.config import CTA_TILE_M, GEMM_TILE_N, Shape
 from mok.errors import DtypeError, MokError, RouteError, ShapeError
+
+MAX_TASKS = 2**22
+"""Tiles of one rank's balanced share in a simulation: minutes."""
+MAX_COUNTS = 2**24
+"""Ranks times experts."""
+
+
+def check_size(shape: Shape) -> None:
+    """Raises ShapeError if a call is too large to be simulated."""
+    inner, hidden = shape.intermediate_size, shape.hidden_size
+    blocks = -(-shape.num_tokens * shape.topk // CTA_TILE_M)
+    tasks = blocks * (-(-2 * inner // GEMM_TILE_N) + -(-hidden // GEMM_TILE_N))
+    for what, value, limit in (
+        ("tiles a rank", tasks, MAX_TASKS),
+        ("ranks times experts", shape.ep_size * shape.num_experts, MAX_COUNTS),
+    ):
+        if value > limit:
+            raise ShapeError(
+                f"a simulated call has at most {limit} {what}", value, "Simulate a smaller one"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +60,7 @@ class Routing:
 
 def balanced(shape: Shape) -> Routing:
     """Every expert gets the same number of routes from every rank, as far as integers allow."""
+    check_size(shape)
     ep, experts = shape.ep_size, shape.num_experts
     routes = shape.num_tokens * shape.topk
     counts = np.full((ep, experts), routes // experts, np.int64)
@@ -56,6 +78,7 @@ def drawn(shape: Shape, exponent: float, seed: int = 0) -> Routing:
     """
     if not 0 <= exponent <= 8:
         raise ShapeError("the Zipf exponent must be in 0…8", exponent)
+    check_size(shape)
     rng = np.random.default_rng(seed)
     weights = (1.0 + rng.permutation(shape.num_experts)) ** -exponent
     routes = shape.num_tokens * shape.topk
@@ -72,6 +95,7 @@ def recorded(ids: NDArray[np.integer], shape: Shape, name: str = "recorded") -> 
         DtypeError, ShapeError: not integers, or not of that shape.
         RouteError: an id is neither -1 nor in 0…E-1.
     """
+    check_size(shape)
     if not np.issubdtype(ids.dtype, np.integer):
         raise DtypeError("recorded ids must be integers", ids.dtype)
     if ids.ndim == 2 and len(ids) % shape.ep_size == 0:
@@ -104,10 +128,14 @@ def read_ids(path: str) -> NDArray[np.integer]:
     Raises:
         MokError: it cannot be read.
     """
+    rule = "recorded ids must be a readable .npy file"
     try:
-        return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
-        raise MokError("recorded ids must be a readable .npy file", f"{path}: {error}") from error
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise MokError(rule, f"{path}: {error}") from error
+    if not isinstance(found, np.ndarray):
+        raise MokError(rule, f"{path}: an archive of several arrays", "Save one with numpy.save")
+    return found
 
 
 def make_routing(text: str, shape: Shape, seed: int = 0) -> Routing:

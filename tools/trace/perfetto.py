@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,37 @@ def read_perfetto(path: Path) -> list[Trace]:
     other = document.get("otherData") if isinstance(document, dict) else None
     if not isinstance(other, dict) or other.get("format") != FORMAT:
         raise MokError(f"a timeline must be of format {FORMAT}", str(path))
+    try:
+        return _traces(document, other)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        # Whatever is missing or of another kind: this program writes all of it.
+        raise MokError(
+            "a timeline must be as mok trace wrote it",
+            f"{path}: {type(error).__name__}: {error}",
+            "Write it again",
+        ) from error
+
+
+def _traces(document: dict[str, Any], other: dict[str, Any]) -> list[Trace]:
     events: list[list[Event]] = [[] for _ in other["traces"]]
     for e in document["traceEvents"]:
         if e["ph"] == "X":
-            begin = e["ts"] * 1e-6
+            begin, places = e["ts"] * 1e-6, e["args"]
+            if not (math.isfinite(begin) and 0 <= e["dur"] < math.inf):
+                raise ValueError(f"ts {e['ts']}, dur {e['dur']}")
+            if not all(type(n) is int for n in (e["pid"], *places.values())) or e["pid"] < 0:
+                raise TypeError(f"pid {e['pid']}, args {places}")
             events[e["pid"]].append(
-                Event(e["name"], e["cat"], begin=begin, end=begin + e["dur"] * 1e-6, **e["args"])
+                Event(
+                    str(e["name"]),
+                    str(e["cat"]),
+                    begin=begin,
+                    end=begin + e["dur"] * 1e-6,
+                    **places,
+                )
             )
     traces = []
     for notes, found in zip(other["traces"], events, strict=True):
         notes = dict(notes)
-        traces.append(Trace(notes.pop("source"), found, notes.pop("lost"), notes))
+        traces.append(Trace(str(notes.pop("source")), found, int(notes.pop("lost")), notes))
     return traces

@@ -179,7 +179,15 @@ def test_a_machine_of_ones_own(tmp_path):
         ("value = 4.2e12", "value = -1", "not negative"),
         ("value = 4.2e12", "value = nan", "finite"),
         ("value = 4.2e12", 'value = "fast"', "must be a number"),
-        ("value = 0.925", "value = 1.2", "must not exceed 1"),
+        ("value = 0.925", "value = 1.2", "nvlink_efficiency of machine h200 must be in 0.01…1"),
+        ("value = 0.827", "value = 1.2", "tile 128x256 of machine h200 must be in 0.01…1"),
+        ("value = 0.827", "value = 0", "must be in 0.01…1"),
+        ("value = 1.53e9", "value = 1e-300", "clock_hz of machine h200 must be in 1e"),
+        ("value = 4.2e12", "value = 1", "hbm_bytes_per_s of machine h200 must be in 1e"),
+        ("value = 1.42e-6", "value = 1e300", "signal_s of machine h200 must be in 0…1"),
+        ("value = 0.5", "value = 1e9", "power_exponent of machine h200 must be in 0…4"),
+        ('name = "h200"', "name = 3", "name of a machine must be text"),
+        ('arch = "sm_90a"', 'arch = ["sm_90a"]', "arch of a machine must be text"),
         ('kind = "measured"', 'kind = "guessed"', "kind of"),
         ("hbm_bytes_per_s", "hbm_bytes", "exactly the known constants"),
         ("domain = 8\n", "", "exactly"),
@@ -196,6 +204,12 @@ def test_unknown_machines_and_files():
         load_machine("v100")
     with pytest.raises(MokError, match="readable"):
         load_machine("/nowhere/x.toml")
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(MokError, match="valid TOML"):
+        load_machine(tmp_path / "x.toml")
 
 
 def test_tables_are_strict():

@@ -1,5 +1,7 @@
 """Routings, and what each rank gets of them."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,23 @@ def test_bad_ids_are_refused(tmp_path):
         make_routing("zipf:-1", SHAPE)
     with pytest.raises(MokError, match="must be balanced"):
         make_routing("even", SHAPE)
+    with (tmp_path / "several.npy").open("wb") as file:
+        np.savez(file, ids)
+    with pytest.raises(MokError, match="several arrays"):
+        make_routing(str(tmp_path / "several.npy"), SHAPE)
+    (tmp_path / "nothing.npy").write_bytes(b"")
+    with pytest.raises(MokError, match="readable"):
+        make_routing(str(tmp_path / "nothing.npy"), SHAPE)
+
+
+@pytest.mark.parametrize("text", ["balanced", "uniform"])
+def test_calls_too_large_to_simulate_are_refused(text):
+    with pytest.raises(ShapeError, match="tiles a rank"):
+        make_routing(text, dataclasses.replace(SHAPE, num_tokens=10**24))
+    with pytest.raises(ShapeError, match="tiles a rank"):
+        make_routing(text, dataclasses.replace(SHAPE, intermediate_size=64 * 10**15))
+    with pytest.raises(ShapeError, match="ranks times experts"):
+        make_routing(text, dataclasses.replace(SHAPE, num_experts=10**12))
 
 
 @settings(max_examples=20, deadline=None)

@@ -50,6 +50,30 @@ def test_perfetto_round_trip(traces, tmp_path):
             assert sorted(getattr(e, name) for e in after.events) == mine
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: d["traceEvents"][1].pop("dur"),
+        lambda d: d["traceEvents"][1].update(dur=-1),
+        lambda d: d["traceEvents"][1].update(ts="soon"),
+        lambda d: d["traceEvents"][1].update(pid=9),
+        lambda d: d["traceEvents"][1].update(pid=-1),
+        lambda d: d["traceEvents"][1]["args"].update(sm="first"),
+        lambda d: d["traceEvents"][1]["args"].update(colour=3),
+        lambda d: d["otherData"].pop("traces"),
+        lambda d: d["otherData"]["traces"][0].pop("source"),
+        lambda d: d.update(traceEvents=7),
+    ],
+)
+def test_a_damaged_timeline_is_refused(traces, tmp_path, damage):
+    document = json.loads(json.dumps(to_perfetto(traces)))
+    assert document["traceEvents"][1]["ph"] == "X"
+    damage(document)
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    with pytest.raises(MokError, match="as mok trace wrote it"):
+        read_perfetto(tmp_path / "t.json")
+
+
 def test_perfetto_is_what_viewers_expect(traces):
     document = json.loads(json.dumps(to_perfetto(traces)))
     slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
