@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from rich.console import Console
 
@@ -58,14 +58,26 @@ COMMANDS: tuple[Command, ...] = (
 )  # fmt: skip
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``mok``, one subparser per command."""
-    parser = argparse.ArgumentParser(
-        prog="mok", description="Mixture-of-experts layers, one kernel per direction."
-    )
+class Parser(argparse.ArgumentParser):
+    """One that says in JSON, too, what is wrong with the arguments."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        if self.as_json:
+            _print_error("UsageError", "the arguments must be those of the command", message,
+                         f"See {self.prog} --help")  # fmt: skip
+        super().error(message)
+
+
+def build_parser(as_json: bool = False) -> Parser:
+    """The parser of ``mok``, one subparser per command; ``as_json``: its errors are documents, too."""
+    parser = Parser(prog="mok", description="Mixture-of-experts layers, one kernel per direction.")
+    parser.as_json = as_json
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
+        sub.as_json = as_json
         command.configure(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON document instead")
         sub.set_defaults(implementation=command)
@@ -74,7 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = build_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser("--json" in given).parse_args(given)
     command: Command = args.implementation
     progress = Console(stderr=True, quiet=not processes.is_leader())
     try:
@@ -86,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 document = command.run(args, progress)
     except MokError as error:
         if args.json:
-            found = {"rule": error.rule, "value": str(error.value), "remedy": error.remedy}
-            print(json.dumps({"error": {"type": type(error).__name__, **found}}))
+            _print_error(type(error).__name__, error.rule, str(error.value), error.remedy)
         progress.print(f"{type(error).__name__}: {error}", style="red", markup=False)
         return 2
     if not processes.is_leader():
@@ -97,6 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         command.show(document, Console())
     return 0 if command.passed(document) else 1
+
+
+def _print_error(kind: str, rule: str, value: str, remedy: str) -> None:
+    print(json.dumps({"error": {"type": kind, "rule": rule, "value": value, "remedy": remedy}}))
 
 
 def _finite(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
@@ -81,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--variants", type=int, default=3, help="known-good variants of a peer that are tried"
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", type=int, default=0, help="turns of each program (default 3)")
+    how.add_argument("--rounds", type=int, help="turns of each program (default 3)")
     how.add_argument("--warm-ms", type=float, help="run before each window (default 400)")
     how.add_argument("--run-ms", type=float, help="length of a window (default 300)")
     how.add_argument("--sets", type=int, default=2, help="input sets that calls take in turn")
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     from mok.tools.bench import ranks_command
     from mok.tools.bench.published import command as published
 
+    check_numbers(args)
     if args.suite in published.SUITES:
         return published.run(args, say)
     if args.what == "links" or ranks_command.under_torchrun():
@@ -142,6 +144,17 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         document["against"] = against(document, before, args)
     finish(args, document)
     return document
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises MokError if an option that is a number is outside its limits."""
+    least = {"ep": 1, "sets": 1, "rounds": 1, "variants": 1, "workers": 0}
+    for name in (*least, "warm_ms", "run_ms", "budget_s", "margin"):
+        value = getattr(args, name)
+        # Times and the margin may be anything from 0 on; neither NaN nor infinite.
+        if value is not None and not (least.get(name, 0) <= value < math.inf):
+            option = f"--{name.replace('_', '-')}"
+            raise MokError(f"{option} must be a number from {least.get(name, 0)} on", value)
 
 
 def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:
@@ -165,10 +178,6 @@ def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:
     for given in passes:
         if given not in PASSES:
             raise MokError(f"passes are of {', '.join(PASSES)}", repr(given))
-    if args.ep < 1 or args.sets < 1 or args.rounds < 0 or args.variants < 1:
-        raise MokError(
-            "--ep, --sets, --rounds and --variants are at least 1", f"{args.ep}, {args.sets}"
-        )
     peers, paths = parse_peers(args.peers)
     tunable = ""
     if args.sweep:

@@ -401,3 +401,16 @@ def test_usage_errors(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(argv)
     assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "argv", [["wave", "--machine", "nope"], ["nope"], ["simulate", "--ep", "x"]]
+)
+def test_usage_errors_are_documents(argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*argv, "--json"])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2 and "usage: mok" in captured.err
+    found = json.loads(captured.out)["error"]
+    assert found["type"] == "UsageError" and "invalid" in found["value"]
+    assert found["remedy"].endswith("--help")

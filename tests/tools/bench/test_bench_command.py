@@ -121,6 +121,26 @@ def test_sizes_that_mxfp8_cannot_have_are_named(capsys):
     assert "128" in found["missing"][0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--rounds", "0"),
+        ("--rounds", "-1"),
+        ("--sets", "0"),
+        ("--ep", "0"),
+        ("--warm-ms", "-1.0"),
+        ("--run-ms", "nan"),
+        ("--budget-s", "inf"),
+        ("--margin", "nan"),
+        ("--workers", "-3"),
+    ],
+)
+def test_numbers_beyond_their_limits_are_named(capsys, option, value):
+    code, found = document(capsys, *FAST, "--peers", "none", option, value)
+    assert code == 2 and found["error"]["value"] == value
+    assert found["error"]["rule"].startswith(f"{option} must be a number from ")
+
+
 def test_the_budget_is_kept_and_said(capsys):
     code, found = document(
         capsys, *FAST, "--shape", "8,64,64,4,2", "--peers", "none", "--budget-s", "1e-6"
