@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,72 @@ if TYPE_CHECKING:
     from mok.runtime.workspace import Workspace
 
 
+def check_kind(name: str, value: Any, kind: type, made_by: str) -> None:
+    """Raises DtypeError if an argument is not of its class; ``made_by``: what makes such a one."""
+    if not isinstance(value, kind):
+        raise DtypeError(
+            f"{name} must be a {kind.__name__}", f"a {type(value).__name__}", f"Use {made_by}"
+        )
+
+
+def check_group(group: Any) -> None:
+    """Raises DtypeError if it is none."""
+    from mok.runtime.group import Group
+
+    check_kind("group", group, Group, "mok.Group.from_process_group() or mok.Group.virtual(n)")
+
+
+def device_of(device: Any) -> Any:
+    """A torch device; None stays None.
+
+    Raises:
+        DeviceError: torch knows no such device.
+    """
+    if device is None:
+        return None
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            "the device must be one that torch knows", repr(device), 'Pass device="cuda"'
+        ) from error
+
+
+def limit_of(swiglu_limit: Any) -> float:
+    """The clamp as a number, infinite for None; raises DtypeError if it is none."""
+    if swiglu_limit is None:
+        return math.inf
+    try:
+        return float(swiglu_limit)
+    except (TypeError, ValueError):
+        raise DtypeError("swiglu_limit must be a number or None", repr(swiglu_limit)) from None
+
+
+def check_max_tokens(max_tokens: Any) -> None:
+    """Raises DtypeError or ShapeError if it is no whole number from 0 on."""
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool):
+        raise DtypeError(
+            "max_tokens must be an int", f"{max_tokens!r} ({type(max_tokens).__name__})"
+        )
+    if max_tokens < 0:
+        raise ShapeError("max_tokens must be at least 0", max_tokens)
+
+
+def check_workspace(workspace: Any) -> None:
+    """Raises DtypeError if it is none, else ResourceError if it is closed."""
+    if not hasattr(workspace, "check_open"):
+        raise DtypeError(
+            "workspace must be a Workspace", f"a {type(workspace).__name__}",
+            "Use functional.create_workspace(…)",
+        )  # fmt: skip
+    workspace.check_open()
+
+
 def check_tunables(workspace: Workspace, config: Config) -> None:
     """A call may change the tunables that no buffer is sized by; not the ring's."""
     if config is workspace.config:
         return
+    check_kind("config", config, Config, "mok.Config(…) or mok.Config.suggest(shape, device)")
     for name in ("minibatch_size", "macrobatch_size", "mxfp8_wire"):
         made, given = getattr(workspace.config, name), getattr(config, name)
         if made != given:
@@ -58,6 +121,8 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Dtype, device, shape, contiguity and alignment of an argument."""
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(f"{name} must be a tensor", f"a {type(tensor).__name__}")
     have = tensor.shape
     if (
         tensor.dtype not in dtypes

@@ -90,6 +90,8 @@ class BackwardCall(Call):
         if accumulate and grads is None:
             raise ShapeError("accumulate needs the gradient buffers to add to", "grads is None")
         for given in grads or ():
+            if not isinstance(given, Sequence | None):
+                raise DtypeError("grads must be buffers in a list", f"a {type(given).__name__}")
             if given is not None and len(given) != len(GRAD_NAMES):
                 raise ShapeError(
                     f"grads has {len(GRAD_NAMES)} buffers, in the order of the result",

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok.arguments import check_tensor, check_tunables, per_rank, stream_of
+from mok.arguments import (
+    check_kind,
+    check_tensor,
+    check_tunables,
+    check_workspace,
+    limit_of,
+    per_rank,
+    stream_of,
+)
 from mok.config import Config
 from mok.errors import ResourceError, ShapeError
 from mok.kernels_cute import trace
@@ -181,9 +189,10 @@ class Call:
         recompute: bool = False,
     ) -> None:
         """``recompute``: no router weights and no down weights are given, nor needed."""
-        workspace.check_open()
+        check_workspace(workspace)
         check_tunables(workspace, config)
         workspace.check_group()
+        check_kind("schedule", schedule, Schedule, "functional.build_schedule(…)")
         self.config, self.workspace, self.schedule = config, workspace, schedule
         self.absent = workspace.counter_sets.data_ptr()
         self.recompute = recompute
@@ -193,7 +202,7 @@ class Call:
         self.count = len(self.local_ranks)
         self.stream = stream_of(workspace)
         self.ring = self.sizes.ring
-        self.limit = math.inf if swiglu_limit is None else float(swiglu_limit)
+        self.limit = limit_of(swiglu_limit)
         self.limited = self.limit != math.inf
         self.mxfp8 = workspace.precision == "mxfp8"
         self.routed_given = routed

@@ -293,6 +293,10 @@ class Config:
         Raises:
             DeviceError: the device is no GPU, or an unsupported one.
         """
+        if not isinstance(shape, Shape):
+            raise DtypeError("shape must be a mok.Shape", f"a {type(shape).__name__}")
+        if precision not in ("bf16", "mxfp8"):
+            raise DtypeError("precision must be 'bf16' or 'mxfp8'", repr(precision))
         arch, num_sms = _arch_and_sms(device)
         tile = tile_rows(arch)
         _, two_waves = two_wave_minibatch(shape, num_sms, tile)
@@ -353,8 +357,11 @@ def _arch_and_sms(device: Any) -> tuple[str, int]:
         return device.arch, device.num_sms
     import torch
 
-    device = torch.device(device)
-    if device.type != "cuda":
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):  # also an ordinal where no GPU is
+        device = repr(device)
+    if not isinstance(device, torch.device) or device.type != "cuda":
         raise DeviceError(
             "Config.suggest needs a GPU", device, "Pass a machine name instead, such as 'h200'"
         )

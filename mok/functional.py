@@ -22,10 +22,21 @@ import torch
 from torch import Tensor
 
 from mok import steady
-from mok.arguments import check_tensor, check_tunables, per_rank, stream_of, unwrap
+from mok.arguments import (
+    check_group,
+    check_kind,
+    check_max_tokens,
+    check_tensor,
+    check_tunables,
+    check_workspace,
+    device_of,
+    per_rank,
+    stream_of,
+    unwrap,
+)
 from mok.call import Call, LaunchFacts, num_sms, schedule_sizes
 from mok.config import Config, Shape
-from mok.errors import ContextError, DtypeError, MokError, ShapeError
+from mok.errors import ContextError, MokError, ShapeError
 from mok.saved import ForwardContext, Schedule
 
 if TYPE_CHECKING:
@@ -129,7 +140,7 @@ def create_workspace(
     Raises:
         ShapeError, ResourceError, CapacityError, DriverError, DeviceError: a limit, named.
     """
-    _check_max_tokens(max_tokens)
+    _check_made_with(config, max_tokens)
     group, shape, arguments = _workspace_arguments(
         group, device, hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size
     )
@@ -161,7 +172,7 @@ def get_workspace(
     precision: str = "bf16",
 ) -> Workspace:
     """``create_workspace``, cached by its arguments. ``clear_workspace_cache`` empties the cache."""
-    _check_max_tokens(max_tokens)
+    _check_made_with(config, max_tokens)
     group, shape, arguments = _workspace_arguments(
         group, device, hidden_size, intermediate_size, num_experts, topk, shared_intermediate_size
     )
@@ -174,13 +185,9 @@ def get_workspace(
     return found
 
 
-def _check_max_tokens(max_tokens: Any) -> None:
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool):
-        raise DtypeError(
-            "max_tokens must be an int", f"{max_tokens!r} ({type(max_tokens).__name__})"
-        )
-    if max_tokens < 0:
-        raise ShapeError("max_tokens must be at least 0", max_tokens)
+def _check_made_with(config: Any, max_tokens: Any) -> None:
+    check_kind("config", config, Config, "mok.Config(…) or mok.Config.suggest(shape, device)")
+    check_max_tokens(max_tokens)
 
 
 def clear_workspace_cache() -> None:
@@ -207,7 +214,9 @@ def _workspace_arguments(
     arguments: dict[str, Any] = {"device": device}
     if emulator is not None:
         arguments = {"device": torch.device("cpu"), "arch": emulator.arch, "memory": "host"}
-    group = group or _single_group(arguments["device"])
+    if group is None:
+        group = _single_group(device_of(arguments["device"]))
+    check_group(group)
     shape = Shape(0, hidden, inner, experts, topk, group.size, shared)
     return group, shape, arguments
 
@@ -255,7 +264,7 @@ def build_schedule(
     from mok.runtime.compile import get_kernel
     from mok.runtime.launch import launch
 
-    workspace.check_open()
+    check_workspace(workspace)
     workspace.check_group()
     check_tunables(workspace, config)
     shape, sizes = workspace.shape, workspace.sizes

@@ -162,6 +162,8 @@ def replace_moe(model: nn.Module, **options: Any) -> nn.Module:
     Raises:
         MokError: it has no such block; and what ``from_hf`` raises.
     """
+    if not isinstance(model, nn.Module):
+        raise DtypeError("the model must be a torch module", f"a {type(model).__name__}")
     found = [
         (parent, name)
         for parent in model.modules()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mok import ops
+from mok.arguments import check_group, check_kind, check_max_tokens, device_of, limit_of
 from mok.config import Config
 from mok.errors import CapacityError, DeviceError, DtypeError, ShapeError
 from mok.layer_spec import LayerSpec, register_layer
@@ -86,6 +87,17 @@ class MoELayer(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         nn.Module.__init__(self)  # not super(): a subclass may also have a block's class as base
+        if config is not None:
+            check_kind("config", config, Config, "mok.Config(…), or None for Config.suggest")
+        if group is not None:
+            check_group(group)
+        if max_tokens is not None:
+            check_max_tokens(max_tokens)
+        if router is not None and not isinstance(router, nn.Module | str):
+            raise DtypeError("router must be a module, 'softmax', 'sigmoid' or None", repr(router))
+        if not limit_of(swiglu_limit) >= 0:
+            raise ShapeError("swiglu_limit must be at least 0", swiglu_limit)
+        device = device_of(device)
         if dtype not in (torch.bfloat16, torch.float32):
             raise DtypeError("parameters are bfloat16 or float32", dtype)
         if gated_shared and shared_intermediate_size is None:
@@ -183,6 +195,8 @@ class MoELayer(nn.Module):
         Raises:
             ShapeError, DtypeError, DeviceError, CapacityError, ResourceError: an argument or limit.
         """
+        if not isinstance(x, Tensor):
+            raise DtypeError("x must be a tensor", f"a {type(x).__name__}")
         if x.dtype not in (torch.bfloat16, torch.float32):
             raise DtypeError("x must be bfloat16 or float32", x.dtype)
         if x.shape[-1:] != (self.spec.hidden_size,):
@@ -201,7 +215,12 @@ class MoELayer(nn.Module):
                     "router_weights and top_experts are for layers without a router",
                     type(self.router).__name__,
                 )
-            *_, weights, ids = self.router(flat)
+            found = self.router(flat)
+            if not isinstance(found, tuple | list) or len(found) < 2:
+                raise DtypeError(
+                    "a router must return (logits, weights, ids)", f"a {type(found).__name__}"
+                )
+            *_, weights, ids = found
         elif weights is None or ids is None:
             raise ShapeError(
                 "a layer without a router needs router_weights and top_experts", "None"
@@ -211,11 +230,15 @@ class MoELayer(nn.Module):
     def _compute(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """BF16 [T, H] from x [T, H] and routes [..., K]."""
         for name, given in (("router_weights", weights), ("top_experts", ids)):
+            if not isinstance(given, Tensor):
+                raise DtypeError(f"{name} must be a tensor", f"a {type(given).__name__}")
             if given.shape[-1:] != (self.spec.topk,):
                 raise ShapeError(
                     f"{name} must have the shape [..., K] with K = {self.spec.topk}",
                     list(given.shape),
                 )
+        if not weights.is_floating_point():
+            raise DtypeError("router_weights must be floating point numbers", weights.dtype)
         # Else the operator would take one meta tensor for a call that only asks for shapes.
         for name, given in (
             ("router_weights", weights), ("top_experts", ids), ("parameters", self.routed_gate)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mok.arguments import stream_of
+from mok.arguments import limit_of, stream_of
 from mok.call import FORWARD_LEADING, MOST_KINDS, SUM_LEADING, Call, facts_of, new_tensor, num_sms
 from mok.config import Config
 from mok.runtime.launch import Prepared
@@ -38,7 +38,7 @@ class Arguments:
         gated = given[8] is not None
         shared = given[5] is not None or given[6] is not None or given[7] is not None
         tensors = given[: 8 if shared else 5] + (given[8:] if gated else ())
-        kind = (save, shared, gated, None if limit is None else float(limit))
+        kind = (save, shared, gated, None if limit is None else limit_of(limit))
         self.facts, self.addresses = facts_of(kind, schedule, tensors)
         self.stream = 0  # ``find`` looks it up: what is no call of a known kind is checked first
 

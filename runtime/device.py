@@ -70,7 +70,12 @@ def ordinal_of(device: Any = None) -> int:
 
     if device is None:
         return torch.cuda.current_device() if torch.cuda.is_available() else 0
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            "the device must be one that torch knows", repr(device), 'Pass device="cuda".'
+        ) from error
     if wanted.type != "cuda":
         raise DeviceError("Kernels run on CUDA devices", str(wanted), 'Pass device="cuda".')
     if wanted.index is not None:

@@ -11,6 +11,7 @@ from mok.errors import GroupError, MissingDependencyError
 from mok.runtime.rendezvous import LocalRendezvous, Rendezvous, StoreRendezvous, agree
 
 DEFAULT_TIMEOUT_S = 300.0
+MOST_VIRTUAL = 4096
 
 _made: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
@@ -54,7 +55,13 @@ class Group:
 
     @staticmethod
     def virtual(size: int, device: Any = None) -> Group:
-        """Several ranks in this process, on one device, launched one after another."""
+        """Several ranks in this process, on one device, launched one after another.
+
+        Raises:
+            GroupError: ``size`` is no whole number in 1…4096.
+        """
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_VIRTUAL:
+            raise GroupError(f"a virtual group has 1…{MOST_VIRTUAL} ranks", repr(size))
         return Group(size, range(size), LocalRendezvous(), device)
 
     @staticmethod

@@ -138,6 +138,7 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     if args.what == "links" or ranks_command.under_torchrun():
         return ranks_command.run(args, say)
     before = read_document(args.against) if args.against else None
+    check_places(args)
     prepared = prepare(args, say)
     document = measure(args, prepared)
     if before is not None:
@@ -155,6 +156,22 @@ def check_numbers(args: argparse.Namespace) -> None:
         if value is not None and not (least.get(name, 0) <= value < math.inf):
             option = f"--{name.replace('_', '-')}"
             raise MokError(f"{option} must be a number from {least.get(name, 0)} on", value)
+
+
+CHARTS = (".png", ".svg", ".pdf")
+
+
+def check_places(args: argparse.Namespace) -> None:
+    """Raises MokError, before anything is timed, if results cannot be written where they should be."""
+    from mok.tools.bench.results import make_folder
+
+    if args.out:
+        make_folder(Path(args.out))
+    if args.chart:
+        chart = Path(args.chart)
+        if chart.suffix not in CHARTS:
+            raise MokError(f"--chart must end in one of {', '.join(CHARTS)}", args.chart)
+        make_folder(chart.parent)
 
 
 def prepare(args: argparse.Namespace, say: Callable[[str], None]) -> Run:

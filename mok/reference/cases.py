@@ -140,6 +140,8 @@ def random_case(
     ``shape.num_tokens`` is N, the tokens of all ranks. Router weights are positive with sum 1.
     ``gated``: the shared expert has factors between 0 and 1.
     """
+    if not -(2**63) <= seed < 2**64:
+        raise ShapeError("seed must be a number of 64 bits, -2**63…2**64-1", seed)
     rng = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:

@@ -509,6 +509,92 @@ def test_gradient_options(idle, options, error, words):
         backward(made, **options)
 
 
+@pytest.mark.parametrize("grads", [3, [3] * 6])
+def test_gradient_buffers_that_are_none(idle, grads):
+    with workspace() as made, refused(DtypeError, "grad", "must be", "int"):
+        backward(made, grads=grads)
+
+
+# ------------------------------------------------------------------ objects of another kind
+
+KINDS = [{}, None, "x", 3]
+CALLS = {
+    "build_schedule": lambda config, made, schedule: functional.build_schedule(made, config, ids()),
+    "forward": lambda config, made, schedule: functional.forward(
+        config, made, schedule, *arguments().values()
+    ),
+    "recompute": lambda config, made, schedule: functional.recompute_forward_context(
+        config, made, schedule,
+        *[arguments()[n] for n in ("x", "shared_gate", "shared_up", "routed_gate", "routed_up")],
+    ),
+    "backward": lambda config, made, schedule: functional.backward(
+        config, made, schedule, None, torch.zeros(T, H, dtype=BF16), *arguments().values()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("value", KINDS, ids=repr)
+def test_what_is_no_config_workspace_or_schedule(idle, call, value):
+    shown = type(value).__name__
+    with workspace() as made:
+        schedule = schedule_of(made)
+        with refused(DtypeError, "config must be a Config", shown):
+            CALLS[call](value, made, schedule)
+        with refused(DtypeError, "workspace must be a Workspace", shown, "create_workspace"):
+            CALLS[call](SMALL, value, schedule)
+        if call != "build_schedule":
+            with refused(DtypeError, "schedule must be a Schedule", shown, "build_schedule"):
+                CALLS[call](SMALL, made, value)
+
+
+@pytest.mark.parametrize("make", [functional.create_workspace, functional.get_workspace])
+def test_what_no_workspace_is_made_with(idle, make):
+    sizes = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "topk": K, "max_tokens": T}
+    group = Group.virtual(1, torch.device("cpu"))
+    for value in KINDS:
+        with refused(DtypeError, "config must be a Config", type(value).__name__):
+            make(value, group, **sizes)
+    for value in ({}, "x", 3):
+        with refused(DtypeError, "group must be a Group", type(value).__name__):
+            make(SMALL, value, **sizes)
+    set_active_emulator(None)
+    for value in ("nodevice", {}):
+        with refused(DeviceError, "one that torch knows", repr(value)):
+            make(SMALL, None, device=value, **sizes)
+
+
+@pytest.mark.parametrize("limit", ["x", {}, [1.0]], ids=repr)
+def test_a_clamp_that_is_no_number(idle, limit):
+    with workspace() as made, refused(DtypeError, "swiglu_limit", repr(limit)):
+        functional.forward(SMALL, made, schedule_of(made), *arguments().values(), limit)
+
+
+@pytest.mark.parametrize("name", ["shared_gate", "shared_up", "shared_down"])
+@pytest.mark.parametrize("value", ["x", 3, [torch.zeros(1)]], ids=["str", "int", "list"])
+def test_a_shared_weight_that_is_no_tensor(idle, name, value):
+    given = {**arguments(), name: value}
+    with workspace() as made, refused(DtypeError, name, "tensor", type(value).__name__):
+        functional.forward(SMALL, made, schedule_of(made), *given.values())
+
+
+def test_what_no_config_is_suggested_for():
+    shape = Shape(8, 64, 64, 4, 2)
+    with refused(DtypeError, "mok.Shape", "str"):
+        Config.suggest("x", "h200")  # type: ignore[arg-type]
+    with refused(DtypeError, "precision", "'fp4'"):
+        Config.suggest(shape, "h200", "fp4")
+    for device in (None, 3.5, {}):
+        with refused(DeviceError, "needs a GPU", "'h200'"):
+            Config.suggest(shape, device)
+
+
+@pytest.mark.parametrize("size", ["x", None, 1.5, True, 10**9, -1])
+def test_what_is_no_number_of_virtual_ranks(size):
+    with refused(GroupError, "1…4096", repr(size)):
+        Group.virtual(size)
+
+
 # ------------------------------------------------------------------ the machine
 
 

@@ -41,6 +41,11 @@ class Processes(Group):
         ((X, WEIGHTS, IDS.T), ShapeError, r"top_experts must have the shape .* K = 1"),
         ((X, WEIGHTS, IDS.to("meta")), DeviceError, "top_experts must be on x's device"),
         ((X, WEIGHTS.to("meta"), IDS), DeviceError, "router_weights must be on x's device"),
+        ((None, WEIGHTS, IDS), DtypeError, "x must be a tensor; found a NoneType"),
+        ((X, WEIGHTS.tolist(), IDS), DtypeError, "router_weights must be a tensor; found a list"),
+        ((X, WEIGHTS, IDS.tolist()), DtypeError, "top_experts must be a tensor; found a list"),
+        ((X, WEIGHTS.long(), IDS), DtypeError, "router_weights must be floating point"),
+        ((X, WEIGHTS + 1j, IDS), DtypeError, "router_weights must be floating point"),
     ],
 )
 def test_arguments(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
@@ -52,6 +57,38 @@ def test_parameters_without_memory_compute_nothing() -> None:
     """The operator would take them for a call that only asks for shapes."""
     with pytest.raises(DeviceError, match="parameters must be on x's device"):
         small_layer(device="meta")(X, WEIGHTS, IDS)
+
+
+@pytest.mark.parametrize("returned", [None, "abc", torch.zeros(4, 1), (WEIGHTS,)])
+def test_a_router_that_returns_something_else(returned: Any) -> None:
+    class Other(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return returned
+
+    with pytest.raises(DtypeError, match="must return \\(logits, weights, ids\\)"):
+        small_layer(router=Other())(X)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"config": {}}, DtypeError, "config must be a Config; found a dict"),
+        ({"config": "h200"}, DtypeError, "config must be a Config"),
+        ({"group": "x"}, DtypeError, "group must be a Group; found a str"),
+        ({"router": 3}, DtypeError, "router must be a module"),
+        ({"router": Router}, DtypeError, "router must be a module"),
+        ({"router": "tanh"}, ShapeError, "'softmax' or 'sigmoid'"),
+        ({"swiglu_limit": "x"}, DtypeError, "swiglu_limit must be a number or None"),
+        ({"swiglu_limit": -1.0}, ShapeError, "swiglu_limit must be at least 0"),
+        ({"swiglu_limit": float("nan")}, ShapeError, "swiglu_limit must be at least 0"),
+        ({"max_tokens": -1}, ShapeError, "max_tokens must be at least 0"),
+        ({"max_tokens": 1.5}, DtypeError, "max_tokens must be an int"),
+        ({"device": "nodevice"}, DeviceError, "one that torch knows; found 'nodevice'"),
+    ],
+)
+def test_options_of_another_kind(options: Any, error: type[MokError], match: str) -> None:
+    with pytest.raises(error, match=match):
+        MoELayer(64, 64, 2, 1, **options)
 
 
 def test_routes_are_for_layers_without_a_router() -> None:

@@ -170,3 +170,9 @@ def test_routings(kind, num_experts, topk):
 def test_unknown_routing():
     with pytest.raises(MokError, match="Known"):
         routing("nope", 1, 1, 1)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_seeds_have_64_bits(seed):
+    with pytest.raises(ShapeError, match="64 bits"):
+        random_case(Shape(2, 64, 64, 2, 1), seed=seed)

@@ -141,6 +141,23 @@ def test_numbers_beyond_their_limits_are_named(capsys, option, value):
     assert found["error"]["rule"].startswith(f"{option} must be a number from ")
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "rule"),
+    [
+        ("--out", "file", "the folder for results must be writable"),
+        ("--chart", "file/x.png", "the folder for results must be writable"),
+        ("--chart", "x.xyz", "--chart must end in one of"),
+    ],
+)
+def test_results_that_could_not_be_written_are_refused_before(
+    capsys, monkeypatch, tmp_path, option, name, rule
+):
+    monkeypatch.setattr(bench, "prepare", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    code, found = document(capsys, *FAST, option, str(tmp_path / name))
+    assert code == 2 and found["error"]["rule"].startswith(rule)
+
+
 def test_the_budget_is_kept_and_said(capsys):
     code, found = document(
         capsys, *FAST, "--shape", "8,64,64,4,2", "--peers", "none", "--budget-s", "1e-6"
