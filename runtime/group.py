@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mok.errors import GroupError, MissingDependencyError
@@ -131,7 +131,9 @@ class Group:
         Raises:
             GroupError: a rank is absent or named twice.
         """
-        chosen = list(ranks)
+        chosen = list(ranks) if isinstance(ranks, Iterable) else []
+        if not chosen or any(not isinstance(r, int) or isinstance(r, bool) for r in chosen):
+            raise GroupError("Ranks of a subgroup are ints in a list, one at least", repr(ranks))
         if len(set(chosen)) != len(chosen) or any(not 0 <= r < self.size for r in chosen):
             raise GroupError(f"Ranks of a subgroup are distinct and in 0…{self.size - 1}", chosen)
         if self.is_local:

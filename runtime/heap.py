@@ -10,13 +10,21 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import operator
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mok.errors import CapacityError, DeviceError, GroupError, ResourceError, ShapeError
+from mok.errors import (
+    CapacityError,
+    DeviceError,
+    DtypeError,
+    GroupError,
+    ResourceError,
+    ShapeError,
+)
 from mok.runtime.group import Group
 from mok.runtime.memory import CudaMemory, Memory
 from mok.runtime.memory_host import HostMemory
@@ -50,6 +58,29 @@ class HeapOptions:
     max_size: int = 0
     memory: Literal["cuda", "host"] = "cuda"
     handle: Literal["auto", "fabric", "posix_fd", "none"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("size", "max_size"):
+            if _whole(f"HeapOptions.{name}", getattr(self, name)) < 0:
+                raise ShapeError(f"HeapOptions.{name} must be at least 0", getattr(self, name))
+
+
+def _whole(name: str, value: Any) -> int:
+    """The value as an int; raises DtypeError if it is no whole number."""
+    if type(value) is int:
+        return value
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise DtypeError(f"{name} must be a whole number", repr(value))
+
+
+def _check_timeout(seconds: Any) -> None:
+    """Raises ShapeError: nothing may wait for ever, NaN seconds included."""
+    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ShapeError("timeout_s must be a finite number from 0 on", repr(seconds))
 
 
 class Allocator:
@@ -126,6 +157,7 @@ class SymmetricTensor:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    number: int = 0  # of the allocation: another tensor may lie here after this one is freed
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +184,7 @@ class SymmetricTensor:
     def peer(self, rank: int) -> torch.Tensor:
         """A rank's copy as a torch tensor, without copying."""
         self.heap.check_open()
+        self.heap._check_own(self)
         index = self.heap.memory.device_index()
         return tensor_at(self.address(rank), self.shape, self.dtype, index)
 
@@ -178,7 +211,10 @@ class Heap:
     def __init__(
         self, group: Group, options: HeapOptions | None = None, device: Any = None
     ) -> None:
-        options = options or HeapOptions()
+        options = HeapOptions() if options is None else options
+        for name, value, kind in (("group", group, Group), ("options", options, HeapOptions)):
+            if not isinstance(value, kind):
+                raise DtypeError(f"{name} must be a {kind.__name__}", f"a {type(value).__name__}")
         self.group = group
         self.options = options
         agree(group.rendezvous, "the heap's options", dataclasses.asdict(options))
@@ -189,6 +225,7 @@ class Heap:
         self.size = 0
         self.closed = False
         self._allocator = Allocator()
+        self._made, self._live = 0, dict[int, int]()  # number of the tensor at each offset
         self._barrier: Barrier | None = None
         self._waits: Waits | None = None
         self._records: Records | None = None
@@ -215,13 +252,21 @@ class Heap:
             GroupError: ranks asked for different things (noticed when memory grows).
         """
         self.check_open()
-        sizes = (shape,) if isinstance(shape, int) else tuple(int(s) for s in shape)
+        import torch
+
+        if not isinstance(dtype, torch.dtype):
+            raise DtypeError("dtype must be a torch.dtype", repr(dtype))
+        given = shape if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
+        sizes = tuple(_whole("A size of a symmetric tensor", s) for s in given)
         if any(s < 0 for s in sizes):
             raise ShapeError("Sizes of a symmetric tensor must not be negative", sizes)
         nbytes = max(math.prod(sizes) * dtype.itemsize, 1)
         if missing := self._allocator.missing(nbytes):
             self._grow(missing, [list(sizes), str(dtype)])
-        return SymmetricTensor(self, self._allocator.take(nbytes), sizes, dtype)
+        offset = self._allocator.take(nbytes)
+        self._made += 1
+        self._live[offset] = self._made
+        return SymmetricTensor(self, offset, sizes, dtype, self._made)
 
     def zeros(self, shape: Sequence[int] | int, dtype: torch.dtype) -> SymmetricTensor:
         """Like ``empty``, and zeroed on torch's current stream. Peers' copies are zero once they
@@ -236,9 +281,21 @@ class Heap:
         """Give a tensor's memory back to the heap (not to the system). Work that uses it must come
         before whatever uses the memory next, on all ranks."""
         self.check_open()
-        if tensor.heap is not self:
-            raise ShapeError("A tensor is freed by the heap it came from")
+        self._check_own(tensor)
         self._allocator.give(tensor.offset)
+        del self._live[tensor.offset]
+
+    def _check_own(self, tensor: Any) -> None:
+        if not isinstance(tensor, SymmetricTensor):
+            raise DtypeError("This takes what heap.empty returned", f"a {type(tensor).__name__}")
+        if tensor.heap is not self:
+            raise ShapeError(
+                "A symmetric tensor must be of this heap",
+                "one of another heap",
+                "Call the heap that it came from: tensor.heap",
+            )
+        if self._live.get(tensor.offset) != tensor.number:
+            raise ShapeError("A symmetric tensor must be in use", f"{tensor.shape}, freed before")
 
     @property
     def used(self) -> int:
@@ -249,7 +306,7 @@ class Heap:
 
     def address(self, rank: int, offset: int = 0) -> int:
         """Where a rank's byte ``offset`` is mapped in this process."""
-        if not 0 <= rank < self.group.size:
+        if not 0 <= _whole("rank", rank) < self.group.size:
             raise ShapeError(f"rank must be in 0…{self.group.size - 1}", rank)
         return self.base + rank * self.stride + offset
 
@@ -261,11 +318,17 @@ class Heap:
         Raises:
             ShapeError: the tensor does not lie in this heap.
         """
-        if isinstance(tensor, SymmetricTensor):
-            return tensor.peer(rank)
-        self.check_open()
         import torch
 
+        self.check_open()
+        if isinstance(tensor, SymmetricTensor):
+            self._check_own(tensor)
+            return tensor.peer(rank)
+        if not isinstance(tensor, torch.Tensor):
+            raise DtypeError(
+                "What lies in the heap is a SymmetricTensor or a torch tensor",
+                f"a {type(tensor).__name__}",
+            )
         offset = self._offset_of(tensor)
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         extent = 1 + sum((s - 1) * step for s, step in steps) if tensor.numel() else 0
@@ -312,6 +375,9 @@ class Heap:
         self._copy(target, self.peer(source, rank), stream)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        for side in (target, source):
+            if not hasattr(side, "data_ptr"):
+                raise DtypeError("put and get copy tensors", f"a {type(side).__name__}")
         if target.shape != source.shape or target.dtype != source.dtype:
             raise ShapeError(
                 "put and get copy between equal shapes and dtypes",
@@ -333,7 +399,8 @@ class Heap:
         self, word: SymmetricTensor, value: int, rank: int, index: int = 0, stream: Any = None
     ) -> None:
         """Set a rank's 32-bit ``word[index]`` once all earlier work of the stream is visible."""
-        self.memory.write_word(self._word(word, rank, index), value, self.stream(stream))
+        address = self._word(word, rank, index)
+        self.memory.write_word(address, _whole("value", value), self.stream(stream))
 
     def wait(
         self,
@@ -351,7 +418,8 @@ class Heap:
         """
         mine = self.group.rank if rank is None else rank
         limit = self.group.timeout_s if timeout_s is None else timeout_s
-        address = self._word(word, mine, index)
+        _check_timeout(limit)
+        address, value = self._word(word, mine, index), _whole("value", value)
         if self.memory.kind == "host":
             self.memory.wait_word(address, value, None, limit)
             return
@@ -365,6 +433,8 @@ class Heap:
         """A barrier of all ranks' streams, see ``runtime.barrier.Barrier``. ``check`` raises if it
         expired."""
         self.check_open()
+        if timeout_s is not None:
+            _check_timeout(timeout_s)
         if self._barrier is None:
             from mok.runtime.barrier import Barrier
 
@@ -387,6 +457,8 @@ class Heap:
 
     def _word(self, word: SymmetricTensor, rank: int, index: int) -> int:
         self.check_open()
+        self._check_own(word)
+        index = _whole("index", index)
         if word.dtype.itemsize != 4 or not 0 <= index < math.prod(word.shape):
             raise ShapeError(
                 "A signal is one element of a 32-bit symmetric tensor",

@@ -5,7 +5,15 @@ import gc
 import pytest
 import torch
 
-from mok.errors import CapacityError, DeviceError, MokTimeoutError, ResourceError, ShapeError
+from mok.errors import (
+    CapacityError,
+    DeviceError,
+    DtypeError,
+    GroupError,
+    MokTimeoutError,
+    ResourceError,
+    ShapeError,
+)
 from mok.runtime.group import Group
 from mok.runtime.heap import ALIGNMENT, Allocator, Heap, HeapOptions
 from mok.runtime.memory_host import HostMemory
@@ -293,3 +301,107 @@ def test_read_is_a_snapshot(heap):
     word.peer(1).fill_(9)
     assert heap.read(word, 1) == b"\x09\0\0\0" * 2
     assert heap.read(word) == bytes(8)
+
+
+# ---------------------------------------------------------------- misuse
+
+NO_NUMBERS = ["x", None, 1.0, True]
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_what_is_no_number(heap, value):
+    word = heap.zeros(4, torch.int32)
+    calls = [
+        lambda: heap.empty((2, value), torch.int32),
+        lambda: word.peer(value),
+        lambda: heap.signal(word, value, rank=0),
+        lambda: heap.signal(word, 1, rank=value),
+        lambda: heap.signal(word, 1, rank=0, index=value),
+        lambda: heap.wait(word, value, timeout_s=1),
+        lambda: heap.wait(word, 0, index=value, timeout_s=1),
+        lambda: HeapOptions(max_size=value),
+    ]
+    for call in calls:
+        with pytest.raises(DtypeError, match="must be a whole number"):
+            call()
+    assert not word.peer(0).any() and not word.peer(1).any()
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, "x"])
+def test_nothing_waits_for_ever(heap, seconds):
+    word = heap.zeros(1, torch.int32)
+    with pytest.raises(ShapeError, match="timeout_s must be a finite number"):
+        heap.wait(word, 1, timeout_s=seconds)
+    with pytest.raises(ShapeError, match="timeout_s must be a finite number"):
+        heap.barrier(timeout_s=seconds)
+
+
+def test_a_tensor_of_another_heap_is_refused(heap):
+    with Heap(heap.group, HOST) as other:
+        word = other.zeros(4, torch.int32)
+        calls = [
+            lambda: heap.signal(word, 1, rank=0),
+            lambda: heap.wait(word, 0, timeout_s=1),
+            lambda: heap.peer(word, 0),
+            lambda: heap.put(word, torch.ones(4, dtype=torch.int32), rank=0),
+            lambda: heap.get(torch.ones(4, dtype=torch.int32), word, rank=0),
+            lambda: heap.free(word),
+        ]
+        for call in calls:
+            with pytest.raises(ShapeError, match="of this heap; found one of another"):
+                call()
+        assert not word.local.any()
+
+
+@pytest.mark.parametrize("value", ["x", None, 3, torch.zeros(4, dtype=torch.int32)], ids=type)
+def test_what_is_no_symmetric_tensor(heap, value):
+    for call in (lambda: heap.signal(value, 1, rank=0), lambda: heap.free(value)):
+        with pytest.raises(DtypeError, match=r"what heap\.empty returned"):
+            call()
+    with pytest.raises((DtypeError, ShapeError), match="heap"):
+        heap.peer(value, 1)
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_freed_tensor_is_refused(heap, reused):
+    """Also where another one lies in its place: neither its contents nor its block are touched."""
+    old = heap.empty(4, torch.int32)
+    old.free()
+    new = heap.zeros(4, torch.int32) if reused else None
+    assert new is None or new.offset == old.offset
+    calls = [
+        old.free,
+        lambda: old.local,
+        lambda: heap.signal(old, 1, rank=0),
+        lambda: heap.put(old, torch.ones(4, dtype=torch.int32), rank=0),
+    ]
+    for call in calls:
+        with pytest.raises(ShapeError, match="must be in use"):
+            call()
+    if new is not None:
+        assert not new.local.any()
+        new.free()
+    assert heap.used == 0
+
+
+def test_what_no_heap_is_made_of():
+    for value in ("x", None, 3):
+        with pytest.raises(DtypeError, match="group must be a Group"):
+            Heap(value, HOST)
+    with pytest.raises(DtypeError, match="options must be a HeapOptions"):
+        Heap(Group.virtual(2), "host")
+    with pytest.raises(ShapeError, match="at least 0"):
+        HeapOptions(max_size=-1)
+    with Heap(Group.virtual(2), HOST) as heap:
+        for dtype in ("int32", None, int):
+            with pytest.raises(DtypeError, match=r"dtype must be a torch\.dtype"):
+                heap.empty(4, dtype)
+        for other in ("x", None):
+            with pytest.raises(DtypeError, match="put and get copy tensors"):
+                heap.put(heap.empty(4, torch.int32), other, rank=0)
+
+
+@pytest.mark.parametrize("ranks", ["x", None, 3, [1.5], [True], []], ids=repr)
+def test_what_is_no_subgroup(ranks):
+    with pytest.raises(GroupError, match="ints in a list"):
+        Group.virtual(3).subgroup(ranks)
