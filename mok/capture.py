@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mok import functional
 from mok.config import Config
-from mok.errors import GroupError, MokTimeoutError, ShapeError
+from mok.errors import GroupError, MokError, MokTimeoutError, ShapeError
 from mok.mxfp8 import Mxfp8Weight, mxfp8_quantize
 
 FORMAT = 1
@@ -179,11 +179,12 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
         except Exception as error:  # torch raises what pickle, zipfile and the system do
             raise ShapeError(
                 "a capture must be readable",
-                f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}",
+                f"{name}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
                 "Only files that mok.capture wrote are read",
             ) from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ShapeError(f"a capture must be of format {FORMAT}", str(name))
+        _check_document(document, name)
         documents.append(document)
     documents.sort(key=lambda d: d["local_ranks"])
     found = [r for d in documents for r in d["local_ranks"]]
@@ -195,6 +196,75 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
             "Name every rank's file, or the folder that holds them and nothing else",
         )
     return documents
+
+
+_KINDS: dict[str, type] = {
+    "why": str,
+    "config": dict,
+    "ep_size": int,
+    "local_ranks": list,
+    "num_experts": int,
+    "versions": dict,
+    "values": dict,
+    "shared": list,
+    "hashes": dict,
+}
+_ALWAYS = ("x", "router_weights", "top_experts")
+
+
+def _check_document(document: dict[str, Any], name: Path) -> None:
+    """Raises ShapeError if a file does not hold what ``save`` writes."""
+
+    def tensors(value: Any, count: int | None = None) -> bool:
+        whole = isinstance(value, list) and all(isinstance(t, Tensor) for t in value)
+        return whole and count in (None, len(value))
+
+    wrong = [key for key, kind in _KINDS.items() if not isinstance(document.get(key), kind)]
+    if not wrong:
+        values, ranks = document["values"], document["local_ranks"]
+        wrong = [n for n in (*_ALWAYS, *values) if not tensors(values.get(n), len(ranks))]
+        kept = {n.split(".")[0] for n in values} & set(ROUTED)
+        if kept:
+            wrong += [n for n in ROUTED if n not in kept]
+        if not ranks or not all(isinstance(r, int) for r in ranks):
+            wrong.append("local_ranks")
+        if not tensors(document["shared"]) or len(document["shared"]) not in (0, len(SHARED)):
+            wrong.append("shared")
+        if not isinstance(document.get("swiglu_limit", 0), float | int | None):
+            wrong.append("swiglu_limit")
+        precision = document.get("precision", "bf16")
+        if precision not in ("bf16", "mxfp8") or (
+            precision == "bf16" and any(n.split(".")[0] in ROUTED and "." in n for n in values)
+        ):
+            wrong.append("precision")
+    if wrong:
+        raise ShapeError(
+            "a capture must be as mok.capture wrote it",
+            f"{name}: {', '.join(dict.fromkeys(map(str, wrong)))}",
+            "Capture the step again",
+        )
+    stored = document["values"] | {"shared": document["shared"]}
+    hashes = document["hashes"]
+    changed = [n for n, v in stored.items() if v and [digest(t) for t in v] != hashes.get(n)]
+    if changed:
+        raise ShapeError(
+            "a capture's tensors must have the hashes that were stored with them",
+            f"{name}: {', '.join(changed)}",
+            "The file was damaged: copy it again",
+        )
+
+
+def _config_of(document: dict[str, Any]) -> Config:
+    try:
+        return Config(**document["config"])
+    except TypeError as error:
+        if isinstance(error, MokError):
+            raise
+        raise ShapeError(
+            "the tunables of a capture must be those of this version",
+            str(error),
+            f"Pass config, or replay it with the version that wrote it: {document['versions']}",
+        ) from error
 
 
 # ---------------------------------------------------------------------- watching
@@ -286,7 +356,7 @@ def replay(
     first = documents[0]
     device = torch.device(device)
     whole, shared = _together(documents, weights, device)
-    config = config or Config(**first["config"])
+    config = config or _config_of(first)
     lengths = [len(t) for d in documents for t in d["values"]["top_experts"]]
     there = {name: t.to(device) for name, t in whole.items()}
     experts: list[Any] = [t.to(device) for t in shared] or [None] * 3
@@ -306,7 +376,7 @@ def replay(
     ) as workspace:
         call: Any = functional
         arguments = (
-            there["x"], there["router_weights"], *experts, *routed, first["swiglu_limit"],
+            there["x"], there["router_weights"], *experts, *routed, first.get("swiglu_limit"),
         )  # fmt: skip
         scale = there.get("shared_scale")
         schedule = functional.build_schedule(workspace, config, there["top_experts"])

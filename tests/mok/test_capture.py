@@ -153,6 +153,77 @@ def test_what_is_no_capture(tmp_path):
     torch.save({"format": 99}, tmp_path / "a.mok")
     with pytest.raises(MokError, match="format"):
         capture.load([tmp_path / "a.mok"])
-    torch.save({"format": capture.FORMAT, "local_ranks": [1], "ep_size": 2}, tmp_path / "a.mok")
+    (tmp_path / "a.mok").write_bytes(b"")
+    with pytest.raises(ShapeError, match="readable"):
+        capture.load([tmp_path])
+    torch.save(stored(tmp_path) | {"local_ranks": [1], "ep_size": 2}, tmp_path / "a.mok")
     with pytest.raises(MokError, match=r"ranks \[1\] of 2"):
         capture.load([tmp_path / "a.mok"])
+
+
+def stored(folder):
+    """The document of a step that was never run."""
+    config = Config(2, 2, 128, 256)
+    sizes = {
+        "x": (3, 64),
+        "router_weights": (3, 1),
+        "routed_gate": (2, 64, 64),
+        "routed_up": (2, 64, 64),
+        "routed_down": (2, 64, 64),
+    }
+    values = {name: [torch.ones(size)] for name, size in sizes.items()}
+    values["top_experts"] = [torch.zeros(3, 1, dtype=torch.int64)]
+    step = capture.Step(config, 1, (0,), 2, None, values, [torch.ones(64, 64)] * 3)
+    file = capture.save(step, folder / "step")
+    (document,) = capture.load([file])
+    file.unlink()
+    return document
+
+
+DAMAGE = {
+    **{
+        f"{key} {value}": (lambda d, key=key, value=value: d.update({key: value}), key)
+        for key in (
+            "why", "config", "ep_size", "local_ranks", "num_experts", "versions", "values", "shared",
+            "hashes", "precision",
+        )
+        for value in (None, 3.5, [3.5])
+    },
+    "no x": (lambda d: d["values"].pop("x"), "x"),
+    "no ids": (lambda d: d["values"].pop("top_experts"), "top_experts"),
+    "up missing": (lambda d: d["values"].pop("routed_up"), "routed_up"),
+    "numbers": (lambda d: d["values"].update(x=[3]), "x"),
+    "of two ranks": (lambda d: d["values"].update(x=2 * d["values"]["x"]), "x"),
+    "two shared": (lambda d: d["shared"].pop(), "shared"),
+    "clamp": (lambda d: d.update(swiglu_limit="x"), "swiglu_limit"),
+    "another precision": (lambda d: d.update(precision="fp4"), "precision"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_capture_that_lacks_something(tmp_path, damage):
+    change, name = DAMAGE[damage]
+    document = stored(tmp_path)
+    change(document)
+    torch.save(document, tmp_path / "a.mok")
+    with pytest.raises(ShapeError, match=rf"as mok\.capture wrote it; found .*a\.mok: .*{name}"):
+        capture.load([tmp_path])
+
+
+@pytest.mark.parametrize("name", ["x", "routed_down", "shared"])
+def test_damaged_bits_are_not_taken_for_other_results(tmp_path, name):
+    document = stored(tmp_path)
+    (document["shared"] if name == "shared" else document["values"][name])[0][1, 0] += 1
+    torch.save(document, tmp_path / "a.mok")
+    with pytest.raises(ShapeError, match=rf"hashes .* found .*a\.mok: {name}"):
+        capture.load([tmp_path])
+
+
+@pytest.mark.parametrize("change", [{"new_tunable": 3}, {"minibatch_size": None}], ids=str)
+def test_tunables_of_another_version(tmp_path, change):
+    document = stored(tmp_path)
+    document["config"] = {k: v for k, v in (document["config"] | change).items() if v is not None}
+    torch.save(document, tmp_path / "a.mok")
+    (name,) = change
+    with pytest.raises(ShapeError, match=f"of this version; .*{name}.*'torch'"):
+        capture.replay([tmp_path], "cpu")
