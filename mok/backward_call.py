@@ -134,11 +134,17 @@ class BackwardCall(Call):
         if self.shared is not None:
             parts += [context.gate_shared, context.up_shared]  # type: ignore[list-item]
         for part in parts:
-            if len(part) != self.count or any(t is None for t in part):
+            if not isinstance(part, list) or not all(isinstance(t, Tensor) for t in part):
+                raise ShapeError(rule, "no saved tensors")
+            if len(part) != self.count:
                 raise ShapeError(rule, f"{len(part)} saved tensors for {self.count} ranks")
+        size = (self.ring, self.shape.intermediate_size)
         for saved in context.gate_routed + context.up_routed:
             if saved.shape[0] != self.ring:
                 raise ShapeError(f"{rule}: its ring has {self.ring} rows", saved.shape[0])
+            check_tensor(
+                self.workspace, "the context's gate and up", saved, size, (torch.bfloat16,)
+            )
 
     def _weight_grads(self, i: int, given: Any, dtype: torch.dtype) -> WeightGrads:
         experts = len(self.shape.experts_on(self.local_ranks[i]))

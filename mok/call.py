@@ -240,11 +240,11 @@ class Call:
         shared_scale: Any,
     ) -> None:
         workspace, schedule, recompute = self.workspace, self.schedule, self.recompute
-        if len(schedule.ranks) != len(workspace.group.local_ranks):
+        if {len(schedule.ranks), len(schedule.top_experts)} != {len(workspace.group.local_ranks)}:
             raise ShapeError(
                 "the schedule must be of the workspace's local ranks: "
                 f"{len(workspace.group.local_ranks)} of them",
-                f"a schedule of {len(schedule.ranks)} ranks",
+                f"a schedule of {len(schedule.ranks)} ranks, {len(schedule.top_experts)} of ids",
                 "Build it with the same workspace",
             )
         if schedule.sizes and schedule.sizes != schedule_sizes(workspace):

@@ -261,6 +261,13 @@ class MoELayer(nn.Module):
             for k, parameter in enumerate(parameters):
                 buffer = getattr(parameter, "main_grad", None)
                 if buffer is not None:
+                    # A meta tensor would make the operator one that only asks for shapes.
+                    if not isinstance(buffer, Tensor):
+                        raise DtypeError("main_grad must be a tensor", f"a {type(buffer).__name__}")
+                    if buffer.device != x.device:
+                        raise DeviceError(
+                            f"main_grad must be on x's device, {x.device}", str(buffer.device)
+                        )
                     main.append(buffer)
                     index.append(k)
         if self.spec.precision == "mxfp8":

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mok import functional
+from mok.errors import DeviceError, DtypeError
 from mok.layer import MoELayer
 from mok.layer_spec import layer_spec
 from mok.runtime.group import Group
@@ -195,6 +196,12 @@ def test_main_grad_is_added_to() -> None:
 
 def test_main_grads_must_fit() -> None:
     layer, (x, weights, ids) = small_layer(main_grad=True), tensors(24)
+    layer.routed_gate.main_grad = "x"
+    with pytest.raises(DtypeError, match="main_grad must be a tensor; found a str"):
+        layer(x, weights, ids)
+    layer.routed_gate.main_grad = torch.zeros(2, 64, 64, device="meta")
+    with pytest.raises(DeviceError, match="main_grad must be on x's device, cpu; found meta"):
+        layer(x, weights, ids)
     layer.routed_gate.main_grad = torch.zeros(2, 64, 32)
     with pytest.raises(ValueError, match="main_grad of routed_gate must have its shape"):
         layer(x, weights, ids).sum().backward()

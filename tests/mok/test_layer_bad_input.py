@@ -477,6 +477,38 @@ def test_a_context_used_twice(idle):
             backward(made, context=context)
 
 
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda t: t[:, :32], "shape"),
+        (lambda t: t.float(), "bfloat16"),
+        (lambda t: t.to("meta"), "device"),
+        (lambda t: t.t().contiguous().t(), "contiguous"),
+        (lambda t: None, "no saved tensors"),
+        (lambda t: "x", "no saved tensors"),
+    ],
+    ids=["narrow", "float32", "elsewhere", "strided", "None", "text"],
+)
+@pytest.mark.parametrize("name", ["gate_routed", "up_routed"])
+def test_a_context_that_was_changed(idle, name, change, word):
+    with workspace() as made:
+        context = context_of(made)
+        setattr(context, name, [change(getattr(context, name)[0])])
+        with refused(MokError, "context", word):
+            backward(made, context=context)
+        setattr(context, name, 3)
+        with refused(MokError, "context", "no saved tensors"):
+            backward(made, context=context)
+
+
+def test_a_schedule_without_its_ids(idle):
+    with workspace() as made:
+        schedule = schedule_of(made)
+        schedule.top_experts = []
+        with refused(ShapeError, "schedule", "local ranks", "Build it"):
+            functional.forward(SMALL, made, schedule, *arguments().values())
+
+
 @pytest.mark.parametrize("ring", [128, 1024])
 def test_a_context_of_another_workspace(idle, ring):
     with workspace(max_tokens=300) as made, refused(MokError, "context", str(ring)):
