@@ -33,6 +33,9 @@ BLOCKS = (
 _PER_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _SHARED = ("shared_experts", "shared_expert")
 _ROUTED = ("routed_gate", "routed_up", "routed_down")
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_experts", "topk", "shared_intermediate_size",
+)  # fmt: skip
 _TOLERANCE = 1e-6  # between two formulas of SiLU in FP32
 
 
@@ -107,6 +110,14 @@ def from_hf(module: nn.Module, **options: Any) -> MoELayer:
             type(module).__name__,
             f"Supported: {', '.join(BLOCKS)}",
         )
+    fixed = set(options) & {"router", "device", "dtype", "gated_shared", *_SIZES}
+    if fixed:
+        raise MokError("the block decides these options of the layer", ", ".join(sorted(fixed)))
+    for name in ("gate", "experts"):
+        if not isinstance(getattr(module, name, None), nn.Module):
+            raise MokError(
+                f"the block must have the module {name}", repr(getattr(module, name, None))
+            )
     if getattr(module, "jitter_noise", 0):
         raise MokError(
             "router jitter is not supported", module.jitter_noise, "Set router_jitter_noise to 0"
@@ -118,6 +129,12 @@ def from_hf(module: nn.Module, **options: Any) -> MoELayer:
     _check_members(module, {"gate", "experts", shared_name, "shared_expert_gate"})
     router, returns_logits = _read_router(module, len(down))
     topk = _topk(module)
+    wanted = (len(down), down.shape[1])
+    weight = getattr(module.gate, "weight", None)
+    if isinstance(weight, Tensor) and tuple(weight.shape) != wanted:
+        raise ShapeError(
+            f"the router's weight must have the shape [E, H] = {list(wanted)}", list(weight.shape)
+        )
     block: Any = type(module)
     kind = _recorded_class(block) if returns_logits else HFLayer
     layer = kind(
@@ -160,24 +177,30 @@ def replace_moe(model: nn.Module, **options: Any) -> nn.Module:
         The model.
 
     Raises:
-        MokError: it has no such block; and what ``from_hf`` raises.
+        MokError: it has no such block; and what ``from_hf`` raises: the blocks before that one are
+            replaced then.
     """
     if not isinstance(model, nn.Module):
         raise DtypeError("the model must be a torch module", f"a {type(model).__name__}")
-    found = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if is_moe_block(child)
-    ]
-    if not found:
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():  # also what is there twice
+            if child is not None and is_moe_block(child):
+                places.setdefault(child, []).append((parent, name))
+    if not places:
         raise MokError(
             "the model must hold MoE blocks that from_hf takes",
             type(model).__name__,
             f"Supported: {', '.join(BLOCKS)}",
         )
-    for parent, name in found:
-        setattr(parent, name, from_hf(getattr(parent, name), **options))
+    # One block after the other lets go of its memory; one in several places stays one.
+    queue = list(places.items())[::-1]
+    del places, parent, child
+    while queue:
+        block, where = queue.pop()
+        layer = from_hf(block, **options)
+        for parent, name in where:
+            setattr(parent, name, layer)
     return model
 
 
@@ -193,10 +216,26 @@ def _read_experts(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[str, str, str] | None]:
     """Gate, up and down [E, ...] and how they are named; parameters where nothing is copied."""
     if isinstance(experts, nn.ModuleList):
+        if not len(experts):
+            raise MokError("a block must have experts", "an empty list")
         names = next((n for n in _PER_EXPERT if hasattr(experts[0], n[0])), None)
         if names is None:
             raise MokError("experts must have gate, up and down layers", type(experts[0]).__name__)
         parts = [_read_mlp(expert, names) for expert in experts]
+        inner, hidden = parts[0][0].shape
+        sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        for e, part in enumerate(parts):
+            for name, weight, size in zip(names, part, sizes, strict=True):
+                if tuple(weight.shape) != size:
+                    raise ShapeError(
+                        f"{name} of expert {e} must have the shape {list(size)}",
+                        list(weight.shape),
+                    )
+                if weight.dtype != parts[0][0].dtype:
+                    raise DtypeError(
+                        f"all experts must have one dtype, {parts[0][0].dtype}",
+                        f"{weight.dtype} in {name} of expert {e}",
+                    )
         stacked = [_parameter(torch.stack([p[i] for p in parts]), parts[0][i]) for i in range(3)]
         return (stacked[0], stacked[1], stacked[2]), names
     _check_members(experts, {"gate_up_proj", "down_proj", "act_fn"})
@@ -217,6 +256,9 @@ def _read_mlp(
 ) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
     _check_members(mlp, {*names, "act_fn"})
     _check_silu(mlp)
+    missing = [name for name in names if not hasattr(getattr(mlp, name, None), "weight")]
+    if missing:
+        raise MokError(f"{type(mlp).__name__} must have the layers {', '.join(names)}", missing)
     gate, up, down = (getattr(mlp, name).weight for name in names)
     return gate, up, down
 
@@ -244,7 +286,9 @@ def _topk(module: Any) -> int:
         for name in ("top_k", "num_experts_per_tok"):
             value = getattr(owner, name, None)
             if value is not None:
-                return int(value)
+                if not isinstance(value, int):
+                    raise DtypeError(f"the block's {name} must be an int", repr(value))
+                return value
     raise MokError("the block must say how many experts a token has", type(module).__name__)
 
 
@@ -302,8 +346,11 @@ def _to_block(layer: HFLayer, state: dict[str, Any], prefix: str, _: Any) -> Non
         state[f"{prefix}shared_expert_gate.weight"] = state.pop(f"{prefix}shared_scale")[None]
 
 
-def _from_block(layer: HFLayer, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The block's state dict to ours, in place; keys that are absent stay absent."""
+def _from_block(layer: HFLayer, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """The block's state dict to ours, in place; keys that are absent stay absent.
+
+    The last argument is torch's list of error messages.
+    """
     names = layer.layout.per_expert
     if names is None:
         gate_up = state.pop(f"{prefix}experts.gate_up_proj", None)
@@ -317,7 +364,13 @@ def _from_block(layer: HFLayer, state: dict[str, Any], prefix: str, *_: Any) -> 
     else:
         for name, ours in zip(names, _ROUTED, strict=True):
             keys = [f"{prefix}experts.{e}.{name}.weight" for e in range(layer.spec.num_experts)]
-            if all(key in state for key in keys):
+            wrong = [k for k in keys if k in state and state[k].shape != state[keys[0]].shape]
+            if keys[0] in state and wrong:
+                rest[-1].append(
+                    f"size mismatch for {wrong[0]}: {list(state[wrong[0]].shape)}, and of {keys[0]} "
+                    f"{list(state[keys[0]].shape)}"
+                )
+            elif all(key in state for key in keys):
                 state[prefix + ours] = torch.stack([state.pop(key) for key in keys])
     for ours, theirs in _pairs(layer, prefix):
         if theirs in state:

@@ -167,6 +167,62 @@ def test_refused(module: nn.Module, match: str) -> None:
         MoELayer.from_hf(module)
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: setattr(m, "experts", nn.ModuleList()), "must have experts"),
+        (lambda m: delattr(m, "experts"), "must have the module experts"),
+        (lambda m: setattr(m, "gate", None), "must have the module gate"),
+        (lambda m: setattr(m, "gate", nn.Linear(64, 5, bias=False)), r"\[4, 64\]; found \[5, 64\]"),
+        (lambda m: setattr(m, "gate", nn.Linear(32, 4, bias=False)), r"\[4, 64\]; found \[4, 32\]"),
+        (lambda m: setattr(m, "top_k", "x"), "top_k must be an int"),
+        (lambda m: delattr(m.experts[1], "up_proj"), "must have the layers.*up_proj"),
+        (
+            lambda m: setattr(m.experts[1], "up_proj", nn.Linear(64, 128, bias=False).bfloat16()),
+            "up_proj of expert 1 must have the shape",
+        ),
+        (
+            lambda m: m.experts[2].float(),
+            "one dtype, torch.bfloat16; found torch.float32 .*expert 2",
+        ),
+    ],
+)
+def test_blocks_that_do_not_fit_together(change: Callable[[Any], None], match: str) -> None:
+    with pytest.raises(MokError, match=match):
+        MoELayer.from_hf(changed(Qwen3MoeSparseMoeBlock, change))
+
+
+@pytest.mark.parametrize("name", ["router", "device", "topk"])
+def test_options_that_the_block_decides(name: str) -> None:
+    with pytest.raises(MokError, match=f"the block decides.*{name}"):
+        MoELayer.from_hf(make(Qwen3MoeSparseMoeBlock), **{name: "softmax"})
+
+
+def test_a_block_in_several_places_stays_one() -> None:
+    model = nn.Module()
+    model.first = model.again = make(Qwen3MoeSparseMoeBlock)
+    model.inner = nn.ModuleList([model.first, make(Qwen3MoeSparseMoeBlock)])
+    mok.replace_moe(model)
+    assert isinstance(model.first, MoELayer) and isinstance(model.inner[1], MoELayer)
+    assert model.first is model.again is model.inner[0] is not model.inner[1]
+
+
+def test_a_state_dict_of_unequal_experts_is_named() -> None:
+    layer = MoELayer.from_hf(make(Qwen3MoeSparseMoeBlock))
+    state = dict(layer.state_dict())
+    state["experts.1.up_proj.weight"] = torch.zeros(3, 3)
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for experts\.1\.up_proj\.weight: \[3, 3\]"
+    ):
+        layer.load_state_dict(state)
+
+
+def test_what_is_no_model() -> None:
+    for value in (None, "x"):
+        with pytest.raises(MokError, match="must be a torch module"):
+            mok.replace_moe(value)  # type: ignore[arg-type]
+
+
 def test_models_without_blocks() -> None:
     with pytest.raises(MokError, match="must hold MoE blocks"):
         mok.replace_moe(nn.Sequential(nn.Linear(2, 2)))
