@@ -32,12 +32,16 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     from mok.errors import ShapeError
     from mok.processes import require_kernel
     from mok.reference import random_case, random_gradient
+    from mok.tools.bench.results import make_folder
 
     try:
         sizes = [int(n) for n in args.shape.split(",")]
         tokens, hidden, inner, experts, topk = sizes
     except ValueError:
         raise ShapeError("--shape is five numbers T,H,I,E,K", args.shape) from None
+    if args.ep < 1:
+        raise ShapeError("--ep must be at least 1", args.ep)
+    make_folder(args.file.parent, "Name another file")
     backend = choose_backend(args.arch, args.emulate)
     backend.announce(progress.out)
     require_kernel(backend.kind, backend.note)

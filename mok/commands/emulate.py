@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -30,6 +31,10 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     from mok.tools.emulator.cli import emulate
     from mok.tools.emulator.errors import EmulatorError
 
+    if args.timeline:
+        from mok.tools.bench.results import make_folder
+
+        make_folder(Path(args.timeline).parent, "Name another file with --timeline")
     try:
         return emulate(
             args.script,

@@ -34,5 +34,16 @@ def test_bad_arguments(capsys, tmp_path):
     file = str(tmp_path / "step.mok")
     code, found = document(capsys, "capture", file, "--shape", "1,2,3", "--emulate")
     assert code == 2 and "five numbers" in found["error"]["rule"]
+    code, found = document(capsys, "capture", file, "--ep", "0", "--emulate")
+    assert code == 2 and "--ep must be at least 1" in found["error"]["rule"]
+    (tmp_path / "file").write_text("")
+    code, found = document(capsys, "capture", str(tmp_path / "file" / "step.mok"), "--emulate")
+    assert code == 2 and "writable" in found["error"]["rule"]
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('ran')")
+    place = str(tmp_path / "file" / "timeline.json")
+    code, found = document(capsys, "emulate", "--timeline", place, str(script))
+    assert code == 2 and "writable" in found["error"]["rule"]
+    assert "--timeline" in found["error"]["remedy"]
     code, found = document(capsys, "replay", file, "--emulate")
     assert code == 2 and "readable" in found["error"]["rule"]

@@ -30,7 +30,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, remedy: str = "Name another one with --out") -> None:
     """Make the folder for results, and try it before there are any.
 
     Raises:
@@ -42,8 +42,7 @@ def make_folder(path: Path) -> None:
             pass
     except OSError as error:
         raise MokError(
-            "the folder for results must be writable", f"{path}: {error.strerror}",
-            "Name another one with --out",
+            "the folder for results must be writable", f"{path}: {error.strerror}", remedy,
         ) from error  # fmt: skip
 
 
