@@ -22,7 +22,7 @@ from mok.arguments import (
     stream_of,
 )
 from mok.config import Config
-from mok.errors import ResourceError, ShapeError
+from mok.errors import DeviceError, ResourceError, ShapeError
 from mok.kernels_cute import trace
 from mok.runtime import launch as launcher
 from mok.saved import ForwardContext, Schedule
@@ -82,6 +82,12 @@ def num_sms(workspace: Workspace) -> int:
         from mok.runtime.launch import active_emulator
 
         emulator: Any = active_emulator()
+        if emulator is None:
+            raise DeviceError(
+                "a workspace on the CPU is used inside an emulator",
+                "no emulator is active",
+                "Call it within `with Emulator(arch):`, as when it was made",
+            )
         return int(emulator.num_sms)
     return workspace.num_sms
 

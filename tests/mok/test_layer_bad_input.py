@@ -610,6 +610,13 @@ def test_a_shared_weight_that_is_no_tensor(idle, name, value):
         functional.forward(SMALL, made, schedule_of(made), *given.values())
 
 
+def test_a_workspace_that_outlives_its_emulator(idle):
+    with workspace() as made:
+        set_active_emulator(None)
+        with refused(DeviceError, "inside an emulator", "no emulator", "with Emulator"):
+            functional.build_schedule(made, SMALL, ids())
+
+
 def test_what_no_config_is_suggested_for():
     shape = Shape(8, 64, 64, 4, 2)
     with refused(DtypeError, "mok.Shape", "str"):
