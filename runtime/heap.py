@@ -7,7 +7,6 @@ address space for them is reserved at the start, so addresses never change.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 import operator
@@ -25,6 +24,7 @@ from mok.errors import (
     ResourceError,
     ShapeError,
 )
+from mok.runtime.allocator import Allocator, align
 from mok.runtime.group import Group
 from mok.runtime.memory import CudaMemory, Memory
 from mok.runtime.memory_host import HostMemory
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from mok.runtime.barrier import Barrier, Waits
     from mok.runtime.watchdog import Records
 
-ALIGNMENT = 256
 MAX_STRIDE = 1 << 40  # limit of a TMA descriptor's strides
 
 
@@ -81,69 +80,6 @@ def _check_timeout(seconds: Any) -> None:
     """Raises ShapeError: nothing may wait for ever, NaN seconds included."""
     if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
         raise ShapeError("timeout_s must be a finite number from 0 on", repr(seconds))
-
-
-class Allocator:
-    """Offsets within [0, size): first fit, 256-byte aligned, neighbours merged when freed.
-
-    Deterministic, so that ranks which make the same calls get the same offsets.
-    """
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.used = 0
-        self._free: list[tuple[int, int]] = []  # (start, end), sorted, never touching
-        self._taken: dict[int, int] = {}
-
-    def grow(self, size: int) -> None:
-        """Add [self.size, size)."""
-        start, self.size = self.size, size
-        self._insert(start, size)
-
-    def missing(self, size: int) -> int:
-        """How much ``grow`` must add before ``size`` bytes fit; 0 if they do."""
-        size = _align(size, ALIGNMENT)
-        if any(end - start >= size for start, end in self._free):
-            return 0
-        tail = 0
-        if self._free and self._free[-1][1] == self.size:
-            tail = self._free[-1][1] - self._free[-1][0]
-        return size - tail
-
-    def take(self, size: int) -> int:
-        """The offset of a new block; the caller has made sure that it fits."""
-        size = max(_align(size, ALIGNMENT), ALIGNMENT)
-        for i, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                if end - start == size:
-                    del self._free[i]
-                else:
-                    self._free[i] = (start + size, end)
-                self._taken[start] = size
-                self.used += size
-                return start
-        raise CapacityError(f"{size} bytes must fit the heap", f"{self.size - self.used} are free")
-
-    def give(self, offset: int) -> None:
-        """Free a block by its offset."""
-        size = self._taken.pop(offset, None)
-        if size is None:
-            raise ShapeError("Only a block that is in use can be freed", f"offset {offset}")
-        self.used -= size
-        self._insert(offset, offset + size)
-
-    def _insert(self, start: int, end: int) -> None:
-        i = bisect.bisect(self._free, (start, end))
-        if i < len(self._free) and self._free[i][0] == end:
-            end = self._free.pop(i)[1]
-        if i > 0 and self._free[i - 1][1] == start:
-            start = self._free.pop(i - 1)[0]
-            i -= 1
-        self._free.insert(i, (start, end))
-
-
-def _align(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, eq=False)
@@ -480,7 +416,7 @@ class Heap:
 
     def _grow(self, needed: int, why: Any = None) -> None:
         """Add a chunk of at least ``needed`` bytes on every rank, the same everywhere."""
-        chunk = _align(needed, self.memory.granularity)
+        chunk = align(needed, self.memory.granularity)
         if self.size + chunk > self.stride:
             raise CapacityError(
                 f"The symmetric heap is limited to {self.stride / 2**20:g} MiB per rank",
@@ -611,7 +547,7 @@ def _handle_kind(group: Group, options: HeapOptions, memory: Memory) -> str:
 
 def _stride(options: HeapOptions, granularity: int) -> int:
     most = options.max_size or (1 << 37 if options.memory == "cuda" else 1 << 33)
-    stride = _align(max(most, options.size), granularity)
+    stride = align(max(most, options.size), granularity)
     if stride > MAX_STRIDE:
         raise CapacityError(
             "A rank's part of the heap is at most 2^40 bytes (a TMA stride)", options.max_size

@@ -14,8 +14,9 @@ from mok.errors import (
     ResourceError,
     ShapeError,
 )
+from mok.runtime.allocator import ALIGNMENT, Allocator
 from mok.runtime.group import Group
-from mok.runtime.heap import ALIGNMENT, Allocator, Heap, HeapOptions
+from mok.runtime.heap import Heap, HeapOptions
 from mok.runtime.memory_host import HostMemory
 from mok.runtime.views import tensor_at
 
