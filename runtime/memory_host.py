@@ -76,6 +76,13 @@ class HostMemory:
     # -------------------------------------------------------------- segments
 
     def create(self, size: int, handle_kind: str) -> int:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > have:  # pages come when they are touched: the process would be killed then
+            raise CapacityError(
+                f"{size / 2**30:.1f} GiB must fit this machine's memory",
+                f"{have / 2**30:.1f} GiB",
+                "Give HeapOptions a smaller size",
+            )
         if handle_kind == "none":
             return _PRIVATE * next(self._private)
         if not hasattr(os, "memfd_create"):

@@ -406,3 +406,11 @@ def test_what_no_heap_is_made_of():
 def test_what_is_no_subgroup(ranks):
     with pytest.raises(GroupError, match="ints in a list"):
         Group.virtual(3).subgroup(ranks)
+
+
+def test_more_than_the_machine_has_is_refused():
+    """Before a page is touched, which would have the process killed."""
+    with pytest.raises(CapacityError, match=r"must fit this machine's memory.*smaller size"):
+        Heap(Group.virtual(1), HeapOptions(size=1 << 40, memory="host"))
+    with pytest.raises(CapacityError, match=f"at most 2.40 bytes.*found {1 << 44}"):
+        Heap(Group.virtual(1), HeapOptions(size=1 << 44, memory="host"))
