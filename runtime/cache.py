@@ -47,6 +47,11 @@ def _check_owner(info: os.stat_result, path: Path) -> None:
         raise Untrusted(f"{path} can be written by others (mode {stat.S_IMODE(info.st_mode):o})")
 
 
+def _last_use(folder: Path) -> float:
+    meta = folder / META
+    return (meta if meta.exists() else folder).lstat().st_mtime
+
+
 class CacheFolder:
     """Entries of named files under ``<base>/kernels``, readable and writable by this user only.
 
@@ -126,7 +131,8 @@ class CacheFolder:
             if os.path.lexists(final):  # damaged, or it would have been read: make way
                 final.rename(building.with_suffix(".old"))
             building.rename(final)
-            self._make_room(entry)
+            with contextlib.suppress(OSError):  # the entry is there, room or no room
+                self._make_room(entry)
             return True
         except (OSError, Untrusted) as error:
             self._complain(str(error))
@@ -149,18 +155,41 @@ class CacheFolder:
     def _make_room(self, newest: str) -> None:
         found: list[tuple[float, int, Path]] = []
         for folder in self.root.iterdir():
-            if folder.name.startswith(".") or folder.name == newest or folder.suffix == ".lock":
+            if folder.suffix == ".lock" or folder.is_symlink():
                 continue
             with contextlib.suppress(OSError):  # another process may be at the same
+                if folder.name.startswith(
+                    "."
+                ):  # half built by a writer that was killed, or still at it
+                    if time.time() - folder.lstat().st_mtime > _STALE_S:
+                        shutil.rmtree(folder, ignore_errors=True)
+                    continue
                 size = sum(path.lstat().st_size for path in folder.iterdir())
-                found.append(((folder / META).lstat().st_mtime, size, folder))
+                found.append((_last_use(folder), size, folder))
         total = sum(size for _, size, _ in found)
-        for _, size, folder in sorted(found):
+        for used, size, folder in sorted(found):
             if total <= LIMIT_BYTES:
                 return
+            if folder.name != newest and self._evict(folder, used):
+                total -= size
+
+    def _evict(self, folder: Path, used: float) -> bool:
+        """Remove an entry that nobody writes and that was not used since; its lock file stays (see ``lock``)."""
+        path = folder.with_name(folder.name + ".lock")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _last_use(folder) != used:
+                return False
             shutil.rmtree(folder, ignore_errors=True)
-            folder.with_name(folder.name + ".lock").unlink(missing_ok=True)
-            total -= size
+            return True
+        except OSError:  # held, without flock, or gone
+            return False
+        finally:
+            os.close(descriptor)
 
     @contextlib.contextmanager
     def lock(self, entry: str) -> Iterator[bool]:

@@ -141,16 +141,21 @@ class Kernel:
                 _import_dsl()
                 from mok.runtime.hostcall import HostFunction
 
-                start = time.perf_counter()
-                with contextlib.ExitStack() as stack:
-                    path = self._object_path
-                    if path is None or not path.exists():  # somebody may have emptied the cache
-                        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mok-"))
-                        path = Path(folder) / "kernel.o"
-                        path.write_bytes(self._object)
-                    self.host = HostFunction(
+                def link(path: Path) -> HostFunction:
+                    return HostFunction(
                         path, self._meta["prefix"], self._meta["function"], self.argument_types
                     )
+
+                start = time.perf_counter()
+                path = self._object_path
+                if path is not None and path.exists():
+                    with contextlib.suppress(Exception):  # somebody may be emptying the cache
+                        self.host = link(path)
+                if self.host is None:
+                    with tempfile.TemporaryDirectory(prefix="mok-") as folder:
+                        path = Path(folder) / "kernel.o"
+                        path.write_bytes(self._object)
+                        self.host = link(path)
                 self.load_s["link"] = time.perf_counter() - start
             return self.host
 

@@ -550,6 +550,7 @@ def _stride(options: HeapOptions, granularity: int) -> int:
     stride = align(max(most, options.size), granularity)
     if stride > MAX_STRIDE:
         raise CapacityError(
-            "A rank's part of the heap is at most 2^40 bytes (a TMA stride)", max(most, options.size)
+            "A rank's part of the heap is at most 2^40 bytes (a TMA stride)",
+            max(most, options.size),
         )
     return stride

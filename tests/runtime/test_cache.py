@@ -152,19 +152,59 @@ def test_killed_writers_leave_nothing_for_long(folder):
     assert not leftover.exists()
 
 
-def test_what_was_not_used_for_longest_makes_room(folder, monkeypatch):
-    """Reading counts as use; the entry just written stays, however large it is."""
+@pytest.fixture
+def aged(folder):
+    """Entries d, c, b, a of 1000 bytes, each used 1000 s before the one in front."""
     for age, name in enumerate("dcba"):
         with folder.lock(name):
             assert folder.write(name, {}, {"k.o": bytes(1000)})
         os.utime(folder.root / name / META, (1e9 - 1000 * age,) * 2)
-    assert folder.read("a") is not None  # the oldest, until now
-    monkeypatch.setattr(cache, "LIMIT_BYTES", 3000)
+    return folder
+
+
+def entries(folder):
+    return {path.name for path in folder.root.iterdir() if path.is_dir()}
+
+
+def write_large(folder):
     with folder.lock("e"):
         assert folder.write("e", {}, {"k.o": bytes(5000)})
-    assert {path.name for path in folder.root.iterdir() if path.is_dir()} == {"a", "d", "e"}
-    assert not (folder.root / "b.lock").exists() and (folder.root / "e.lock").exists()
-    assert folder.read("b") is None and folder.read("e") is not None
+
+
+def test_what_was_not_used_for_longest_makes_room(aged, monkeypatch):
+    """Reading counts as use; the entry just written stays, however large it is, and is counted."""
+    assert aged.read("a") is not None  # the oldest, until now
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 8000)
+    write_large(aged)
+    assert entries(aged) == {"a", "d", "e"}
+    assert (aged.root / "b.lock").exists()  # so that all who wait for it lock one inode
+    assert aged.read("b") is None and aged.read("e") is not None
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 10)
+    write_large(aged)
+    assert entries(aged) == {"e"}
+
+
+def test_what_is_being_written_or_was_just_used_is_not_evicted(aged, monkeypatch):
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 10)
+    with aged.lock("a"):
+        write_large(aged)
+        assert entries(aged) == {"a", "e"}
+    used = (aged.root / "a" / META).stat().st_mtime
+    assert aged.read("a") is not None
+    assert not aged._evict(aged.root / "a", used) and aged.read("a") is not None
+
+
+def test_leftovers_of_killed_processes_go(aged, monkeypatch):
+    """A half-removed entry without its META counts and goes; half-built ones go when they are old."""
+    (aged.root / "a" / META).unlink()
+    os.utime(aged.root / "a", (1e9, 1e9))
+    old, young = aged.root / ".x.1.ab", aged.root / ".y.1.ab"
+    for path in (old, young):
+        path.mkdir()
+    os.utime(old, (1e9, 1e9))
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 10)
+    write_large(aged)
+    assert entries(aged) == {young.name, "e"}
 
 
 def test_default_folder(monkeypatch):
