@@ -119,7 +119,7 @@ def compare_bench(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _use(sizes: tuple[int, ...], row: dict[str, Any]) -> str:
-    if row["spread"] > UNSTEADY:
+    if "p90_ms" in row and row["p90_ms"] - row["p10_ms"] > UNSTEADY * row["ms"]:
         return "unsteady"
     return "fit" if sizes in fitted_shapes() else "check"
 
@@ -129,7 +129,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(r["error"]) for r in rows if r["use"] == "check"]
     unsteady = sum(r["use"] == "unsteady" for r in rows)
     if not errors:
-        nothing = {"times": 0, "shapes": 0, "median": None, "worst": None, "ok": True}
+        nothing = {"times": 0, "shapes": 0, "median": None, "worst": None, "ok": not unsteady}
         return nothing | {"unsteady": unsteady}
     median, worst = statistics.median(errors), max(errors)
     return {
