@@ -17,6 +17,7 @@ Few stages, so that each is filled again and again. The cases of a build differ 
     mates    several row blocks of an expert in a minibatch: the CTAs of a pair share the B of routed tasks
     slots    three minibatches in a macrobatch, experts of two row blocks: a slot is free, and kept
              accumulators have been read, long before another cluster overwrites them
+    long     rows of 4 KB: a comm worker's slots serve twice for one item
 """
 
 from __future__ import annotations
@@ -304,6 +305,7 @@ BUILDS: dict[str, Build] = {
         Backward(Layer(ODD, "random", 2, False, 5, 5), 8, 8, 4),
         Backward(Layer(Shape(300, 64, 64, 3, 2, 1, 64), "random", 2, False, 1, 1), 14, 14, 8),
         Backward(Layer(Shape(600, 64, 64, 4, 1, 1, 64), "random", 2, False, 1, 1), 12, 12, 4),
+        Backward(Layer(Shape(140, 2112, 64, 2, 2, 1, 64), "random", 2, False, 1, 1), 4, 4, 2),
         pair=True,
     ),
     "hopper-backward-direct": BackwardBuild(
