@@ -364,13 +364,14 @@ def _from_block(layer: HFLayer, state: dict[str, Any], prefix: str, *rest: Any) 
     else:
         for name, ours in zip(names, _ROUTED, strict=True):
             keys = [f"{prefix}experts.{e}.{name}.weight" for e in range(layer.spec.num_experts)]
-            wrong = [k for k in keys if k in state and state[k].shape != state[keys[0]].shape]
-            if keys[0] in state and wrong:
+            found = [k for k in keys if k in state]  # a shard, say, has only some of them
+            wrong = [k for k in found if state[k].shape != state[found[0]].shape]
+            if wrong:
                 rest[-1].append(
-                    f"size mismatch for {wrong[0]}: {list(state[wrong[0]].shape)}, and of {keys[0]} "
-                    f"{list(state[keys[0]].shape)}"
+                    f"size mismatch for {wrong[0]}: {list(state[wrong[0]].shape)}, and of {found[0]} "
+                    f"{list(state[found[0]].shape)}"
                 )
-            elif all(key in state for key in keys):
+            elif len(found) == len(keys):
                 state[prefix + ours] = torch.stack([state.pop(key) for key in keys])
     for ours, theirs in _pairs(layer, prefix):
         if theirs in state:

@@ -217,6 +217,22 @@ def test_a_state_dict_of_unequal_experts_is_named() -> None:
         layer.load_state_dict(state)
 
 
+def test_a_shard_without_the_first_expert() -> None:
+    """As the files of a large checkpoint hold a layer: strict=False reports what is absent."""
+    layer = MoELayer.from_hf(make(MixtralSparseMoeBlock))
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    state = {k: v + 1 for k, v in before.items() if not k.startswith("experts.0.")}
+    found = layer.load_state_dict(state, strict=False)
+    assert sorted(found.missing_keys) == ["routed_down", "routed_gate", "routed_up"]
+    after = layer.state_dict()
+    assert torch.equal(after["gate.weight"], before["gate.weight"] + 1)
+    assert all(torch.equal(after[k], v) for k, v in before.items() if k.startswith("experts."))
+    wrong = next(k for k in state if k.startswith("experts.2."))
+    state[wrong] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match=rf"size mismatch for {wrong}: \[3, 3\]"):
+        layer.load_state_dict(state, strict=False)
+
+
 def test_what_is_no_model() -> None:
     for value in (None, "x"):
         with pytest.raises(MokError, match="must be a torch module"):
