@@ -70,11 +70,9 @@ def check_max_tokens(max_tokens: Any) -> None:
 
 def check_workspace(workspace: Any) -> None:
     """Raises DtypeError if it is none, else ResourceError if it is closed."""
-    if not hasattr(workspace, "check_open"):
-        raise DtypeError(
-            "workspace must be a Workspace", f"a {type(workspace).__name__}",
-            "Use functional.create_workspace(…)",
-        )  # fmt: skip
+    from mok.runtime.workspace import Workspace
+
+    check_kind("workspace", workspace, Workspace, "functional.create_workspace(…)")
     workspace.check_open()
 
 

@@ -47,7 +47,8 @@ def find(workspace: Workspace, config: Config, arguments: Arguments) -> Steady |
     """What can serve this call; None: a ``Call`` must."""
     if arguments.facts is None:
         return None
-    found: Steady | None = workspace.steady.get(arguments.facts)
+    known = getattr(workspace, "steady", None)  # what is no workspace is refused by ``Call``
+    found: Steady | None = None if known is None else known.get(arguments.facts)
     if found is None or found.sms != num_sms(workspace):
         return None
     if found.config is not config and found.config != config:

@@ -32,6 +32,7 @@ from mok.runtime import device as runtime_device
 from mok.runtime import driver
 from mok.runtime.group import Group
 from mok.runtime.launch import set_active_emulator
+from mok.runtime.workspace import Workspace
 from tests.helpers_layer import SMALL, refused
 
 T, H, I, E, K, SHARED = 12, 128, 64, 4, 2, 192
@@ -223,7 +224,8 @@ def test_debug_mode_refuses_a_bad_id_at_once(idle, bad):
 def schedule_of(made) -> functional.Schedule:
     """A schedule as ``build_schedule`` returns it, without running anything."""
     ranks = made.group.local_ranks
-    return functional.Schedule([made.new_schedule(r) for r in ranks], [ids() for _ in ranks])
+    buffers = [made.new_schedule(r) for r in ranks]
+    return functional.Schedule(buffers, [ids() for _ in ranks], schedule_sizes(made))
 
 
 def arguments(ep_size: int = 1) -> dict[str, Any]:
@@ -351,8 +353,11 @@ def test_launches_go_to_the_workspace_s_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-    class OnGpu:
+    class OnGpu(Workspace):
         device = torch.device("cuda", 1)
+
+        def __init__(self):
+            pass
 
         def check_open(self):
             raise ResourceError("reached", len(entered))
@@ -575,6 +580,8 @@ def test_what_is_no_config_workspace_or_schedule(idle, call, value):
             CALLS[call](value, made, schedule)
         with refused(DtypeError, "workspace must be a Workspace", shown, "create_workspace"):
             CALLS[call](SMALL, value, schedule)
+        with refused(DtypeError, "workspace must be a Workspace", "Heap"):
+            CALLS[call](SMALL, made.heap, schedule)
         if call != "build_schedule":
             with refused(DtypeError, "schedule must be a Schedule", shown, "build_schedule"):
                 CALLS[call](SMALL, made, value)
@@ -709,8 +716,6 @@ def test_cuda_python_is_missing(fake_driver, monkeypatch):
 
 
 def test_ep_size_is_the_groups(idle):
-    from mok.runtime.workspace import Workspace
-
     with refused(GroupError, "ep_size", "3", "2"):
         Workspace(
             Group.virtual(2),
