@@ -130,8 +130,8 @@ def check_tensor(
         or not tensor.is_contiguous()
     ):
         _refuse_tensor(workspace, name, tensor, size, dtypes)
-    # Matrices go through TMA and 16-byte accesses; the small FP32 and int inputs do not.
-    if tensor.dtype == torch.bfloat16 and tensor.numel() and tensor.data_ptr() % 16:
+    # Matrices and block scales go through TMA and 16-byte accesses; the small FP32 and int inputs do not.
+    if tensor.dtype in (torch.bfloat16, torch.uint8) and tensor.numel() and tensor.data_ptr() % 16:
         raise ShapeError(
             f"{name} must be 16-byte aligned", f"address {tensor.data_ptr():#x}", "Clone it"
         )

@@ -128,23 +128,28 @@ class BackwardCall(Call):
                 "one from another call, of other ids",
                 "Pass that one, or rebuild the context with recompute_forward_context",
             )
-        parts = [context.gate_routed, context.up_routed]
+        bf16, rows, inner = torch.bfloat16, self.ring, self.shape.intermediate_size
+        H, width = self.shape.hidden_size, self.shape.shared_intermediate_size
+        every = range(self.count)
+        # As ``run_forward`` saves them: the size of each local rank's, and the dtype.
+        parts: dict[str, tuple[list[tuple[int, ...]], torch.dtype]] = {
+            name: ([(rows, inner)] * self.count, bf16) for name in ("gate_routed", "up_routed")
+        }
         if not self.direct:
-            parts.append(context.x_routed)  # type: ignore[arg-type]
-        if self.shared is not None:
-            parts += [context.gate_shared, context.up_shared]  # type: ignore[list-item]
-        for part in parts:
+            parts["x_routed"] = [(rows, H)] * self.count, self.sizes.ring_dtype
+        if self.sizes.scaled:
+            parts["x_scales"] = [(rows * H // 32,)] * self.count, torch.uint8
+        if self.shared is not None and width is not None:
+            size = [(self.tokens(i), width) for i in every]
+            parts |= dict.fromkeys(("gate_shared", "up_shared"), (size, bf16))
+        for name, (sizes, dtype) in parts.items():
+            part = getattr(context, name)
             if not isinstance(part, list) or not all(isinstance(t, Tensor) for t in part):
-                raise ShapeError(rule, "no saved tensors")
+                raise ShapeError(rule, f"no saved tensors in {name}")
             if len(part) != self.count:
                 raise ShapeError(rule, f"{len(part)} saved tensors for {self.count} ranks")
-        size = (self.ring, self.shape.intermediate_size)
-        for saved in context.gate_routed + context.up_routed:
-            if saved.shape[0] != self.ring:
-                raise ShapeError(f"{rule}: its ring has {self.ring} rows", saved.shape[0])
-            check_tensor(
-                self.workspace, "the context's gate and up", saved, size, (torch.bfloat16,)
-            )
+            for i in every:
+                check_tensor(self.workspace, f"the context's {name}", part[i], sizes[i], (dtype,))
 
     def _weight_grads(self, i: int, given: Any, dtype: torch.dtype) -> WeightGrads:
         experts = len(self.shape.experts_on(self.local_ranks[i]))

@@ -27,6 +27,7 @@ from mok.errors import (
     RouteError,
     ShapeError,
 )
+from mok.mxfp8 import mxfp8_quantize
 from mok.runtime import compile as compiler
 from mok.runtime import device as runtime_device
 from mok.runtime import driver
@@ -426,7 +427,7 @@ def context_of(made, ring: int | None = None) -> functional.ForwardContext:
         return [torch.zeros(size, dtype=BF16) for _ in range(ranks)]
 
     return functional.ForwardContext(
-        x_routed=[None] * ranks if ranks == 1 else each(ring, H),
+        x_routed=[None] * ranks if made.sizes.direct else each(ring, H),
         gate_routed=each(ring, I),
         up_routed=each(ring, I),
         gate_shared=each(T, SHARED),
@@ -441,10 +442,11 @@ def gradient_buffers(dtype: torch.dtype = BF16) -> list[Any]:
 
 
 def backward(made, *, context=None, grad_output=None, **options: Any) -> None:
+    ranks = len(made.group.local_ranks)
+    dy = torch.zeros(T, H, dtype=BF16) if grad_output is None else grad_output
     functional.backward(
         SMALL, made, schedule_of(made), context_of(made) if context is None else context,
-        torch.zeros(T, H, dtype=BF16) if grad_output is None else grad_output,
-        *arguments().values(), **options,
+        [dy] * ranks if ranks > 1 else dy, *arguments(ranks).values(), **options,
     )  # fmt: skip
 
 
@@ -482,28 +484,90 @@ def test_a_context_used_twice(idle):
             backward(made, context=context)
 
 
+CHANGES = {
+    "narrow": (lambda t: t[:, :32], "shape"),
+    "short": (lambda t: t[:-1], "shape"),
+    "without dimensions": (lambda t: t.flatten()[0], "shape"),
+    "float32": (lambda t: t.float(), "bfloat16"),
+    "elsewhere": (lambda t: t.to("meta"), "device"),
+    "strided": (lambda t: t.t().contiguous().t(), "contiguous"),
+    "misaligned": (misaligned, "16-byte aligned"),
+    "None": (lambda t: None, "no saved tensors"),
+    "text": (lambda t: "x", "no saved tensors"),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("ep_size", "name"),
     [
-        (lambda t: t[:, :32], "shape"),
-        (lambda t: t.float(), "bfloat16"),
-        (lambda t: t.to("meta"), "device"),
-        (lambda t: t.t().contiguous().t(), "contiguous"),
-        (lambda t: None, "no saved tensors"),
-        (lambda t: "x", "no saved tensors"),
+        *((n, name) for n in (1, 2) for name in ("gate_routed", "up_routed")),
+        *((n, name) for n in (1, 2) for name in ("gate_shared", "up_shared")),
+        (2, "x_routed"),
     ],
-    ids=["narrow", "float32", "elsewhere", "strided", "None", "text"],
 )
-@pytest.mark.parametrize("name", ["gate_routed", "up_routed"])
-def test_a_context_that_was_changed(idle, name, change, word):
-    with workspace() as made:
+def test_a_context_that_was_changed(idle, ep_size, name, changed):
+    change, word = CHANGES[changed]
+    with workspace(ep_size) as made:
         context = context_of(made)
-        setattr(context, name, [change(getattr(context, name)[0])])
-        with refused(MokError, "context", word):
+        parts = getattr(context, name)
+        setattr(context, name, [*parts[:-1], change(parts[-1])])  # the last rank's alone
+        with refused(MokError, "context", name, word):
             backward(made, context=context)
         setattr(context, name, 3)
         with refused(MokError, "context", "no saved tensors"):
             backward(made, context=context)
+        setattr(context, name, [*parts, parts[0]])
+        with refused(ShapeError, "context", f"{ep_size + 1} saved tensors for {ep_size} ranks"):
+            backward(made, context=context)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_context_as_forward_saves_it_is_taken(idle, ep_size):
+    with workspace(ep_size) as made, pytest.raises(AssertionError, match="was compiled"):
+        backward(made)
+
+
+@pytest.mark.parametrize("name", ["x_routed", "x_scales", "gate_routed"])
+@pytest.mark.parametrize("wrong", ["BF16", "short", "strided", "misaligned", "None"])
+def test_a_quantised_context_that_was_changed(idle, monkeypatch, name, wrong):
+    """With block-scaled MMAs the ring holds bytes, and its scales are saved, too."""
+    monkeypatch.setattr(Idle, "arch", "sm_100a")
+    change, word = {
+        "BF16": (lambda t: t.float() if t.dtype == BF16 else t.bfloat16(), "must be"),
+        "short": (lambda t: t[:-1], "shape"),
+        "strided": (lambda t: t.repeat_interleave(2, dim=0)[::2], "contiguous"),
+        "misaligned": (misaligned, "16-byte aligned"),
+        "None": (lambda t: None, "no saved tensors"),
+    }[wrong]
+    config = dataclasses.replace(SMALL, minibatch_size=256)
+    sizes = {"intermediate_size": 128, "shared_intermediate_size": None, "precision": "mxfp8"}
+    with workspace(1, config, **sizes) as made:
+        assert made.sizes.scaled
+        ring, experts = made.sizes.ring, (E, 128, 128)
+        context = functional.ForwardContext(
+            x_routed=[torch.zeros(ring, H, dtype=torch.uint8)],
+            x_scales=[torch.zeros(ring * H // 32, dtype=torch.uint8)],
+            gate_routed=[torch.zeros(ring, 128, dtype=BF16)],
+            up_routed=[torch.zeros(ring, 128, dtype=BF16)],
+            gate_shared=[None],
+            up_shared=[None],
+        )
+        emulator = set_active_emulator(None)  # by torch, without a kernel
+        weight = mxfp8_quantize(torch.zeros(experts, dtype=BF16), expanded=False)
+        set_active_emulator(emulator)
+
+        def call() -> None:
+            functional.backward(
+                config, made, schedule_of(made), context, torch.zeros(T, H, dtype=BF16),
+                torch.zeros(T, H, dtype=BF16), torch.zeros(T, K), *[None] * 3, *[weight] * 3,
+            )  # fmt: skip
+
+        with pytest.raises(AssertionError, match="was compiled"):
+            call()
+        setattr(context, name, [change(getattr(context, name)[0])])
+        with refused(MokError, "context", name, word):
+            call()
 
 
 def test_a_schedule_without_its_ids(idle):
