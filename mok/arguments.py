@@ -52,10 +52,13 @@ def limit_of(swiglu_limit: Any) -> float:
     """The clamp as a number, infinite for None; raises DtypeError if it is none."""
     if swiglu_limit is None:
         return math.inf
-    try:
-        return float(swiglu_limit)
-    except (TypeError, ValueError):
-        raise DtypeError("swiglu_limit must be a number or None", repr(swiglu_limit)) from None
+    error: Exception | None = None
+    if not isinstance(swiglu_limit, str | bytes | bytearray):  # which float() would read
+        try:
+            return float(swiglu_limit)
+        except (TypeError, ValueError, RuntimeError) as caught:  # the last of a tensor, as of [2]
+            error = caught
+    raise DtypeError("swiglu_limit must be a number or None", repr(swiglu_limit)) from error
 
 
 def check_max_tokens(max_tokens: Any) -> None:

@@ -328,6 +328,11 @@ class Call:
             check_tensor(self.workspace, name, value, size, BF16)
         return tuple(shared)
 
+    @property
+    def clamp(self) -> float | None:
+        """swiglu_limit as a number, None where it clamps nothing, for ``mok.capture``."""
+        return self.limit if self.limited else None
+
     def given(self) -> dict[str, Any]:
         """The call's tensors by name, for ``mok.capture``."""
         return {

@@ -411,7 +411,7 @@ def forward(
         (routed_gate, routed_up, routed_down), swiglu_limit, shared_scale,
     )  # fmt: skip
     if observer is not None:
-        observer.begin(config, workspace, schedule, call.given(), swiglu_limit)
+        observer.begin(config, workspace, schedule, call.given(), call.clamp)
     call.zero_counters(workspace.sizes.counters.size, workspace.turns.filled(call.stream))
     call.stage_x()
     workspace.barrier()
@@ -532,7 +532,7 @@ def backward(
     )
     if observer is not None:
         given = {**call.given(), "grad_output": call.dy}
-        observer.begin(config, workspace, schedule, given, swiglu_limit)
+        observer.begin(config, workspace, schedule, given, call.clamp)
     plans = call.prepare()
     call.stage()
     workspace.barrier()

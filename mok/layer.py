@@ -125,7 +125,7 @@ class MoELayer(nn.Module):
         shape = self.spec.shape()
         check_precision(precision, shape)
         self._masters = QuantisedMasters()
-        self.swiglu_limit = swiglu_limit
+        self.swiglu_limit = None if swiglu_limit is None else limit_of(swiglu_limit)
         self.max_tokens = max_tokens
         self.recompute = recompute
         self.main_grad = main_grad

@@ -342,3 +342,9 @@ def test_noncontiguous_and_unaligned_arguments() -> None:
     expected = take_grads(layer, x, weights)
     layer(x, weights, ids).sum().backward()
     assert_same(take_grads(layer, x, weights), expected)
+
+
+def test_a_clamp_is_kept_as_a_number():
+    layer = small_layer(4, 2, swiglu_limit=torch.tensor(0.5))
+    assert layer.swiglu_limit == 0.5 and type(layer.swiglu_limit) is float
+    assert small_layer(4, 2).swiglu_limit is None

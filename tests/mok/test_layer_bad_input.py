@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mok import functional
+from mok import capture, functional
 from mok.call import schedule_sizes
 from mok.config import Config, Shape
 from mok.errors import (
@@ -400,6 +400,22 @@ def test_the_clamp(idle, limit):
         functional.forward(SMALL, made, schedule_of(made), *arguments().values(), limit)
 
 
+@pytest.mark.parametrize(
+    ("limit", "number"), [(torch.tensor(0.5), 0.5), (7, 7.0), (None, None)], ids=repr
+)
+@pytest.mark.parametrize("call", ["forward", "backward"])
+def test_a_clamp_is_captured_as_a_number(idle, tmp_path, call, limit, number):
+    with workspace() as made, capture.watch(tmp_path, on_nan=False) as watched:
+        with pytest.raises(AssertionError, match="was compiled"):
+            if call == "forward":
+                functional.forward(SMALL, made, schedule_of(made), *arguments().values(), limit)
+            backward(made, swiglu_limit=limit)
+        watched.write("asked for")
+    (document,) = capture.load([tmp_path])
+    found = document["swiglu_limit"]
+    assert found == number and type(found) is type(number)
+
+
 def test_a_closed_workspace(idle):
     made = workspace()
     schedule = schedule_of(made)
@@ -667,7 +683,7 @@ def test_what_no_workspace_is_made_with(idle, make):
             make(SMALL, None, device=value, **sizes)
 
 
-@pytest.mark.parametrize("limit", ["x", {}, [1.0]], ids=repr)
+@pytest.mark.parametrize("limit", ["x", "7", b"7", {}, [1.0], torch.ones(2)], ids=repr)
 def test_a_clamp_that_is_no_number(idle, limit):
     with workspace() as made, refused(DtypeError, "swiglu_limit", repr(limit)):
         functional.forward(SMALL, made, schedule_of(made), *arguments().values(), limit)

@@ -79,6 +79,7 @@ def test_a_router_that_returns_something_else(returned: Any) -> None:
         ({"router": Router}, DtypeError, "router must be a module"),
         ({"router": "tanh"}, ShapeError, "'softmax' or 'sigmoid'"),
         ({"swiglu_limit": "x"}, DtypeError, "swiglu_limit must be a number or None"),
+        ({"swiglu_limit": "7"}, DtypeError, "swiglu_limit must be a number or None"),
         ({"swiglu_limit": -1.0}, ShapeError, "swiglu_limit must be at least 0"),
         ({"swiglu_limit": float("nan")}, ShapeError, "swiglu_limit must be at least 0"),
         ({"max_tokens": -1}, ShapeError, "max_tokens must be at least 0"),
