@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mok.errors import DtypeError, MokError, ShapeError
 from mok.layer import MoELayer
 from mok.router import Router
+from mok.scalars import index_of
 
 BLOCKS = (
     "DeepseekV3MoE",
@@ -286,9 +287,10 @@ def _topk(module: Any) -> int:
         for name in ("top_k", "num_experts_per_tok"):
             value = getattr(owner, name, None)
             if value is not None:
-                if not isinstance(value, int):
+                found = index_of(value)
+                if found is None:
                     raise DtypeError(f"the block's {name} must be an int", repr(value))
-                return value
+                return found
     raise MokError("the block must say how many experts a token has", type(module).__name__)
 
 

@@ -10,6 +10,7 @@ from mok.runtime.compile import Kernel, KernelSpec, get_kernel
 from mok.runtime.heap import Heap, SymmetricTensor
 from mok.runtime.launch import launch
 from mok.runtime.watchdog import Records
+from mok.scalars import check_timeout
 
 
 class Barrier:
@@ -38,7 +39,7 @@ class Barrier:
         self.heap = heap
         self.group = heap.group
         self.records = records
-        self.timeout_s = heap.group.timeout_s if timeout_s is None else timeout_s
+        self.timeout_s = heap.group.timeout_s if timeout_s is None else check_timeout(timeout_s)
         # One 128-byte line each, so that pollers of one do not slow writers of the other.
         self._words = heap.zeros((self.group.size + 31) // 32 * 32, torch.int32)
         self._poison = heap.zeros(32, torch.int32)
@@ -67,7 +68,7 @@ class Barrier:
         """Put a barrier on a stream (torch's current one by default)."""
         if self.group.is_local:
             return
-        limit = self.timeout_s if timeout_s is None else timeout_s
+        limit = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         if self.heap.memory.kind == "host":
             self._on_host(limit)
             return
@@ -95,7 +96,7 @@ class Barrier:
         timeout_s: float | None = None,
     ) -> None:
         """Like ``heap.wait``; expiry also poisons the group."""
-        limit = self.timeout_s if timeout_s is None else timeout_s
+        limit = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         if self.heap.memory.kind == "host":
             self.heap.wait(word, value, index, timeout_s=limit)
             return

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mok.errors import GroupError, MissingDependencyError
 from mok.runtime.rendezvous import LocalRendezvous, Rendezvous, StoreRendezvous, agree
+from mok.scalars import check_timeout, index_of
 
 DEFAULT_TIMEOUT_S = 300.0
 MOST_VIRTUAL = 4096
@@ -42,7 +44,7 @@ class Group:
         self.local_ranks = tuple(local_ranks)
         self.device = device
         self.rendezvous = rendezvous
-        self.timeout_s = timeout_s
+        self.timeout_s = check_timeout(timeout_s)
         self.process_group = process_group
         self.closed = False
 
@@ -60,9 +62,10 @@ class Group:
         Raises:
             GroupError: ``size`` is no whole number in 1…4096.
         """
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_VIRTUAL:
+        count = index_of(size)
+        if count is None or not 1 <= count <= MOST_VIRTUAL:
             raise GroupError(f"a virtual group has 1…{MOST_VIRTUAL} ranks", repr(size))
-        return Group(size, range(size), LocalRendezvous(), device)
+        return Group(count, range(count), LocalRendezvous(), device)
 
     @staticmethod
     def from_process_group(
@@ -73,11 +76,13 @@ class Group:
         Collective: every process of the group calls it, and in the same order as other groups.
 
         Raises:
+            DtypeError, ShapeError: ``timeout_s`` is no number, or not finite from 0 on.
             GroupError: torch.distributed is not initialised, or this process is not in the group.
             MokTimeoutError: some processes did not call it; they are named.
         """
         import torch.distributed as dist
 
+        timeout_s = check_timeout(timeout_s)
         if not dist.is_available():
             raise MissingDependencyError(
                 "Groups of processes need torch.distributed", "this torch was built without it"
@@ -113,9 +118,11 @@ class Group:
         names.
 
         Raises:
+            DtypeError, ShapeError: ``timeout_s`` is no number, or not finite from 0 on.
             GroupError: the processes name different sizes.
             MokTimeoutError: some processes did not call it; they are named.
         """
+        timeout_s = check_timeout(timeout_s)
         if not 0 <= rank < size:
             raise GroupError(f"rank must be in 0…{size - 1}", rank)
         rendezvous = StoreRendezvous(store, rank, size, f"{name}/{next(_made[name])}", timeout_s)
@@ -131,8 +138,11 @@ class Group:
         Raises:
             GroupError: a rank is absent or named twice.
         """
-        chosen = list(ranks) if isinstance(ranks, Iterable) else []
-        if not chosen or any(not isinstance(r, int) or isinstance(r, bool) for r in chosen):
+        found: list[int | None] = []
+        with contextlib.suppress(TypeError):  # nothing to iterate over
+            found = [index_of(r) for r in ranks]
+        chosen = [r for r in found if r is not None]
+        if not chosen or len(chosen) < len(found):
             raise GroupError("Ranks of a subgroup are ints in a list, one at least", repr(ranks))
         if len(set(chosen)) != len(chosen) or any(not 0 <= r < self.size for r in chosen):
             raise GroupError(f"Ranks of a subgroup are distinct and in 0…{self.size - 1}", chosen)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +29,7 @@ from mok.runtime.memory import CudaMemory, Memory
 from mok.runtime.memory_host import HostMemory
 from mok.runtime.rendezvous import agree, host_identity, together
 from mok.runtime.views import tensor_at
+from mok.scalars import check_timeout, index_of, whole
 
 if TYPE_CHECKING:
     import torch
@@ -60,26 +60,10 @@ class HeapOptions:
 
     def __post_init__(self) -> None:
         for name in ("size", "max_size"):
-            if _whole(f"HeapOptions.{name}", getattr(self, name)) < 0:
-                raise ShapeError(f"HeapOptions.{name} must be at least 0", getattr(self, name))
-
-
-def _whole(name: str, value: Any) -> int:
-    """The value as an int; raises DtypeError if it is no whole number."""
-    if type(value) is int:
-        return value
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise DtypeError(f"{name} must be a whole number", repr(value))
-
-
-def _check_timeout(seconds: Any) -> None:
-    """Raises ShapeError: nothing may wait for ever, NaN seconds included."""
-    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-        raise ShapeError("timeout_s must be a finite number from 0 on", repr(seconds))
+            value = whole(f"HeapOptions.{name}", getattr(self, name))
+            if value < 0:
+                raise ShapeError(f"HeapOptions.{name} must be at least 0", value)
+            object.__setattr__(self, name, value)  # numpy's ints as Python's
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +93,8 @@ class SymmetricTensor:
         return self.heap.stride
 
     def address(self, rank: int) -> int:
-        """Address of a rank's copy, valid in this process."""
+        """Address of a rank's copy, valid in this process; ShapeError if the tensor was freed."""
+        self.heap._check_own(self)
         return self.heap.address(rank, self.offset)
 
     @property
@@ -122,7 +107,7 @@ class SymmetricTensor:
         self.heap.check_open()
         self.heap._check_own(self)
         index = self.heap.memory.device_index()
-        return tensor_at(self.address(rank), self.shape, self.dtype, index)
+        return tensor_at(self.heap.address(rank, self.offset), self.shape, self.dtype, index)
 
     def free(self) -> None:
         """Give the memory back to the heap. Collective, like ``heap.empty``."""
@@ -192,8 +177,7 @@ class Heap:
 
         if not isinstance(dtype, torch.dtype):
             raise DtypeError("dtype must be a torch.dtype", repr(dtype))
-        given = shape if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
-        sizes = tuple(_whole("A size of a symmetric tensor", s) for s in given)
+        sizes = tuple(whole("A size of a symmetric tensor", s) for s in _listed(shape))
         if any(s < 0 for s in sizes):
             raise ShapeError("Sizes of a symmetric tensor must not be negative", sizes)
         nbytes = max(math.prod(sizes) * dtype.itemsize, 1)
@@ -242,7 +226,8 @@ class Heap:
 
     def address(self, rank: int, offset: int = 0) -> int:
         """Where a rank's byte ``offset`` is mapped in this process."""
-        if not 0 <= _whole("rank", rank) < self.group.size:
+        rank = whole("rank", rank)
+        if not 0 <= rank < self.group.size:
             raise ShapeError(f"rank must be in 0…{self.group.size - 1}", rank)
         return self.base + rank * self.stride + offset
 
@@ -336,7 +321,7 @@ class Heap:
     ) -> None:
         """Set a rank's 32-bit ``word[index]`` once all earlier work of the stream is visible."""
         address = self._word(word, rank, index)
-        self.memory.write_word(address, _whole("value", value), self.stream(stream))
+        self.memory.write_word(address, whole("value", value), self.stream(stream))
 
     def wait(
         self,
@@ -353,9 +338,8 @@ class Heap:
         ``check`` raises. On the host it waits here, and raises MokTimeoutError.
         """
         mine = self.group.rank if rank is None else rank
-        limit = self.group.timeout_s if timeout_s is None else timeout_s
-        _check_timeout(limit)
-        address, value = self._word(word, mine, index), _whole("value", value)
+        limit = check_timeout(self.group.timeout_s if timeout_s is None else timeout_s)
+        address, value = self._word(word, mine, index), whole("value", value)
         if self.memory.kind == "host":
             self.memory.wait_word(address, value, None, limit)
             return
@@ -370,7 +354,7 @@ class Heap:
         expired."""
         self.check_open()
         if timeout_s is not None:
-            _check_timeout(timeout_s)
+            timeout_s = check_timeout(timeout_s)
         if self._barrier is None:
             from mok.runtime.barrier import Barrier
 
@@ -394,7 +378,7 @@ class Heap:
     def _word(self, word: SymmetricTensor, rank: int, index: int) -> int:
         self.check_open()
         self._check_own(word)
-        index = _whole("index", index)
+        index = whole("index", index)
         if word.dtype.itemsize != 4 or not 0 <= index < math.prod(word.shape):
             raise ShapeError(
                 "A signal is one element of a 32-bit symmetric tensor",
@@ -488,6 +472,7 @@ class Heap:
     def read(self, tensor: SymmetricTensor, rank: int | None = None) -> bytes:
         """A copy's bytes as they are now, even while a kernel runs or hangs."""
         self.check_open()
+        self._check_own(tensor)
         mine = self.group.rank if rank is None else rank
         return self.memory.read(tensor.address(mine), tensor.nbytes)
 
@@ -514,6 +499,15 @@ class Heap:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.used} of {self.size} bytes in use"
         return f"<Heap of {self.group.size} ranks, {self.memory.kind}, {self.handle_kind}: {state}>"
+
+
+def _listed(shape: Any) -> Sequence[Any]:
+    """The sizes of a shape, a numpy array's too, or of a single number."""
+    no_shape = isinstance(shape, str | bytes | bytearray | Mapping | Set)
+    if index_of(shape) is None and isinstance(shape, Iterable) and not no_shape:
+        with suppress(TypeError):  # an array without dimensions
+            return tuple(shape)
+    return (shape,)
 
 
 def _run_all(undo: list[Callable[[], None]]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -176,6 +177,7 @@ def test_refused(module: nn.Module, match: str) -> None:
         (lambda m: setattr(m, "gate", nn.Linear(64, 5, bias=False)), r"\[4, 64\]; found \[5, 64\]"),
         (lambda m: setattr(m, "gate", nn.Linear(32, 4, bias=False)), r"\[4, 64\]; found \[4, 32\]"),
         (lambda m: setattr(m, "top_k", "x"), "top_k must be an int"),
+        (lambda m: setattr(m, "top_k", True), "top_k must be an int"),
         (lambda m: delattr(m.experts[1], "up_proj"), "must have the layers.*up_proj"),
         (
             lambda m: setattr(m.experts[1], "up_proj", nn.Linear(64, 128, bias=False).bfloat16()),
@@ -205,6 +207,13 @@ def test_a_block_in_several_places_stays_one() -> None:
     mok.replace_moe(model)
     assert isinstance(model.first, MoELayer) and isinstance(model.inner[1], MoELayer)
     assert model.first is model.again is model.inner[0] is not model.inner[1]
+
+
+def test_a_numpy_int_is_a_top_k() -> None:
+    layer = MoELayer.from_hf(
+        changed(Qwen3MoeSparseMoeBlock, lambda m: setattr(m, "top_k", np.int64(2)))
+    )
+    assert layer.spec.topk == 2 and type(layer.spec.topk) is int
 
 
 def test_a_state_dict_of_unequal_experts_is_named() -> None:

@@ -3,6 +3,7 @@
 import os
 import time
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -20,6 +21,9 @@ def test_local_groups():
     assert (single.size, single.local_ranks, single.is_local) == (1, (0,), True)
     assert (virtual.size, virtual.local_ranks, virtual.rank) == (6, tuple(range(6)), 0)
     assert virtual.subgroup([1, 3, 5]).size == 3
+    for chosen in (np.arange(2), [np.int64(1), 3], range(2), torch.arange(2)):
+        assert virtual.subgroup(chosen).size == 2
+    assert type(Group.virtual(np.int64(3)).size) is int
     virtual.barrier()
     with pytest.raises(GroupError, match="distinct"):
         virtual.subgroup([1, 1])

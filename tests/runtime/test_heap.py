@@ -2,6 +2,7 @@
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from mok.errors import (
     ShapeError,
 )
 from mok.runtime.allocator import ALIGNMENT, Allocator
+from mok.runtime.barrier import Barrier
 from mok.runtime.group import Group
 from mok.runtime.heap import Heap, HeapOptions
 from mok.runtime.memory_host import HostMemory
@@ -306,7 +308,7 @@ def test_read_is_a_snapshot(heap):
 
 # ---------------------------------------------------------------- misuse
 
-NO_NUMBERS = ["x", None, 1.0, True]
+NO_NUMBERS = ["x", None, 1.0, True, np.float32(1), np.True_]
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
@@ -328,13 +330,53 @@ def test_what_is_no_number(heap, value):
     assert not word.peer(0).any() and not word.peer(1).any()
 
 
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, "x"])
-def test_nothing_waits_for_ever(heap, seconds):
+def test_numpy_s_numbers_are_numbers(heap):
+    word = heap.zeros(np.array([4, 8]), torch.int32)
+    assert word.shape == (4, 8) and all(type(n) is int for n in word.shape)
+    for shape in (np.int64(4), np.array(4), (np.int32(4),), torch.Size([4])):
+        assert heap.empty(shape, torch.int32).shape == (4,)
+    assert heap.address(np.int32(1)) == heap.base + heap.stride  # beyond an int32
+    heap.signal(word, np.int64(3), rank=np.int64(1), index=np.int64(9))
+    assert int(word.peer(np.int32(1))[1, 1]) == 3
+    heap.wait(word, np.int32(3), index=9, rank=1, timeout_s=np.float32(1))
+    heap.wait(word, 3, index=9, rank=1, timeout_s=np.int64(1))
+    heap.barrier(timeout_s=np.int64(1))
+    options = HeapOptions(max_size=np.int64(1 << 20), memory="host")
+    assert type(options.max_size) is int
+
+
+@pytest.mark.parametrize(
+    "shape", ["x", b"ab", {4}, {4: 4}, np.array(4.0), np.array([4.0])], ids=repr
+)
+def test_what_is_no_shape(heap, shape):
+    with pytest.raises(DtypeError, match="must be a whole number"):
+        heap.empty(shape, torch.int32)
+
+
+NO_TIMES = [
+    *(
+        (value, ShapeError, "must be a finite number from 0")
+        for value in (float("nan"), float("inf"), -1)
+    ),
+    (np.float32("nan"), ShapeError, "must be a finite number from 0"),
+    *((value, DtypeError, "must be a number") for value in ("x", True, np.True_, [1.0])),
+]
+
+
+@pytest.mark.parametrize(("seconds", "error", "words"), NO_TIMES, ids=repr)
+def test_nothing_waits_for_ever(heap, seconds, error, words):
     word = heap.zeros(1, torch.int32)
-    with pytest.raises(ShapeError, match="timeout_s must be a finite number"):
-        heap.wait(word, 1, timeout_s=seconds)
-    with pytest.raises(ShapeError, match="timeout_s must be a finite number"):
-        heap.barrier(timeout_s=seconds)
+    calls = [
+        lambda: heap.wait(word, 1, timeout_s=seconds),
+        lambda: heap.barrier(timeout_s=seconds),
+        lambda: Group.from_process_group(timeout_s=seconds),
+        lambda: Group.from_store(None, 0, 1, timeout_s=seconds),
+        lambda: Group(1, (0,), heap.group.rendezvous, timeout_s=seconds),
+        lambda: Barrier(heap, None, timeout_s=seconds),
+    ]
+    for call in calls:
+        with pytest.raises(error, match=f"timeout_s {words}"):
+            call()
 
 
 def test_a_tensor_of_another_heap_is_refused(heap):
@@ -344,6 +386,7 @@ def test_a_tensor_of_another_heap_is_refused(heap):
             lambda: heap.signal(word, 1, rank=0),
             lambda: heap.wait(word, 0, timeout_s=1),
             lambda: heap.peer(word, 0),
+            lambda: heap.read(word),
             lambda: heap.put(word, torch.ones(4, dtype=torch.int32), rank=0),
             lambda: heap.get(torch.ones(4, dtype=torch.int32), word, rank=0),
             lambda: heap.free(word),
@@ -373,6 +416,9 @@ def test_a_freed_tensor_is_refused(heap, reused):
     calls = [
         old.free,
         lambda: old.local,
+        lambda: old.address(0),
+        lambda: heap.read(old),
+        lambda: heap.read(old, 1),
         lambda: heap.signal(old, 1, rank=0),
         lambda: heap.put(old, torch.ones(4, dtype=torch.int32), rank=0),
     ]
