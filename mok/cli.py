@@ -59,11 +59,13 @@ COMMANDS: tuple[Command, ...] = (
 
 
 class Parser(argparse.ArgumentParser):
-    """One that says in JSON, too, what is wrong with the arguments."""
+    """One that says in JSON, too, what is wrong with the arguments; of several processes one does."""
 
     as_json = False
 
     def error(self, message: str) -> NoReturn:
+        if not processes.is_leader():  # all processes have the same arguments
+            self.exit(2)
         if self.as_json:
             _print_error("UsageError", "the arguments must be those of the command", message,
                          f"See {self.prog} --help")  # fmt: skip
@@ -112,7 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_error(kind: str, rule: str, value: str, remedy: str) -> None:
-    print(json.dumps({"error": {"type": kind, "rule": rule, "value": value, "remedy": remedy}}))
+    # Standard output has one document, the leader's; what another process alone met is still said.
+    place = sys.stdout if processes.is_leader() else sys.stderr
+    document = {"error": {"type": kind, "rule": rule, "value": value, "remedy": remedy}}
+    print(json.dumps(document), file=place)
 
 
 def _finite(value: Any) -> Any:

@@ -414,3 +414,35 @@ def test_usage_errors_are_documents(argv, capsys):
     found = json.loads(captured.out)["error"]
     assert found["type"] == "UsageError" and "invalid" in found["value"]
     assert found["remedy"].endswith("--help")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("argv", [["nope"], ["wave", "--machine", "nope"]])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_one_process_of_several_reports_usage_errors(monkeypatch, capsys, rank, argv, as_json):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*argv, "--json"] if as_json else argv)
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2
+    if rank == "1":
+        assert not captured.out and not captured.err
+        return
+    assert "usage: mok" in captured.err
+    assert not as_json or json.loads(captured.out)["error"]["type"] == "UsageError"
+
+
+def test_the_leader_s_document_is_the_only_one(monkeypatch, capsys):
+    def fail(args, progress):
+        raise MokError("a rule must hold", 7)
+
+    monkeypatch.setattr(cli.wave, "run", fail)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main(["wave", "--json"]) == 2
+        captured = capsys.readouterr()
+        document, other = (captured.out, captured.err)[:: 1 if rank == "0" else -1]
+        assert json.loads(document)["error"]["rule"] == "a rule must hold"
+        assert rank == "0" or not other
