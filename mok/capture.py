@@ -195,7 +195,29 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
             f"ranks {found} of {size}",
             "Name every rank's file, or the folder that holds them and nothing else",
         )
+    for document in documents[1:]:
+        _check_same_step(documents[0], document)
     return documents
+
+
+def _check_same_step(first: dict[str, Any], other: dict[str, Any]) -> None:
+    """Raises ShapeError if two ranks' files cannot be of one step."""
+    differ = [n for n in ("ep_size", "num_experts", "config") if first[n] != other[n]]
+    differ += [n for n, d in _LATER.items() if first.get(n, d) != other.get(n, d)]
+    # Results are not compared: where a wait expired, some ranks have none.
+    results = {*RESULTS, *SHARED_RESULTS}
+    for part in ("values", "hashes"):
+        names = (first[part].keys() ^ other[part].keys()) - results
+        if names:
+            differ.append(f"the names of {part} ({', '.join(sorted(names))})")
+    if len(first["shared"]) != len(other["shared"]):
+        differ.append("shared")
+    if differ:
+        raise ShapeError(
+            "the files of all ranks must be of one step",
+            f"ranks {first['local_ranks']} and {other['local_ranks']} differ in {', '.join(differ)}",
+            "Name every rank's file of one step, all with or all without weights",
+        )
 
 
 _KINDS: dict[str, type] = {
@@ -209,6 +231,7 @@ _KINDS: dict[str, type] = {
     "shared": list,
     "hashes": dict,
 }
+_LATER = {"precision": "bf16", "swiglu_limit": None}  # older files may lack them
 _ALWAYS = ("x", "router_weights", "top_experts")
 
 
@@ -222,6 +245,8 @@ def _check_document(document: dict[str, Any], name: Path) -> None:
     wrong = [key for key, kind in _KINDS.items() if not isinstance(document.get(key), kind)]
     if not wrong:
         values, ranks = document["values"], document["local_ranks"]
+        wrong = [n for part in ("values", "hashes") for n in document[part] if type(n) is not str]
+    if not wrong:
         wrong = [n for n in (*_ALWAYS, *values) if not tensors(values.get(n), len(ranks))]
         kept = {n.split(".")[0] for n in values} & set(ROUTED)
         if kept:

@@ -163,8 +163,8 @@ def test_what_is_no_capture(tmp_path):
         capture.load([tmp_path / "a.mok"])
 
 
-def stored(folder):
-    """The document of a step that was never run."""
+def stored(folder, rank=0, ep_size=1, weights=True, grad_output=False):
+    """A rank's document of a step that was never run."""
     config = Config(2, 2, 128, 256)
     sizes = {
         "x": (3, 64),
@@ -175,9 +175,12 @@ def stored(folder):
     }
     values = {name: [torch.ones(size)] for name, size in sizes.items()}
     values["top_experts"] = [torch.zeros(3, 1, dtype=torch.int64)]
-    step = capture.Step(config, 1, (0,), 2, None, values, [torch.ones(64, 64)] * 3)
-    file = capture.save(step, folder / "step")
-    (document,) = capture.load([file])
+    if grad_output:
+        values["grad_output"] = [torch.ones(3, 64)]
+    shared = [torch.ones(64, 64)] * 3
+    step = capture.Step(config, ep_size, (rank,), 2 * ep_size, None, values, shared)
+    file = capture.save(step, folder / "step", weights=weights)
+    document = torch.load(file, weights_only=True)
     file.unlink()
     return document
 
@@ -197,6 +200,8 @@ DAMAGE = {
     "numbers": (lambda d: d["values"].update(x=[3]), "x"),
     "of two ranks": (lambda d: d["values"].update(x=2 * d["values"]["x"]), "x"),
     "two shared": (lambda d: d["shared"].pop(), "shared"),
+    "a number for a name": (lambda d: d["values"].update({3: d["values"]["x"]}), "3"),
+    "a number for a hash's name": (lambda d: d["hashes"].update({3: ["x"]}), "3"),
     "clamp": (lambda d: d.update(swiglu_limit="x"), "swiglu_limit"),
     "another precision": (lambda d: d.update(precision="fp4"), "precision"),
 }  # fmt: skip
@@ -210,6 +215,39 @@ def test_a_capture_that_lacks_something(tmp_path, damage):
     torch.save(document, tmp_path / "a.mok")
     with pytest.raises(ShapeError, match=rf"as mok\.capture wrote it; found .*a\.mok: .*{name}"):
         capture.load([tmp_path])
+
+
+OTHER_STEPS = {
+    "without weights": (
+        {"weights": False},
+        {},
+        "values (routed_down, routed_gate, routed_up), shared",
+    ),
+    "with backward": ({"grad_output": True}, {}, "values (grad_output), the names of hashes"),
+    "other tunables": ({}, {"config": dataclasses.asdict(Config(2, 2, 128, 512))}, "config"),
+    "another E": ({}, {"num_experts": 5}, "num_experts"),
+    "another EP": ({}, {"ep_size": 3}, "ep_size"),
+    "another clamp": ({}, {"swiglu_limit": 7.0}, "swiglu_limit"),
+    "another precision": ({}, {"precision": "mxfp8"}, "precision"),
+}
+
+
+@pytest.mark.parametrize("other", [None, *OTHER_STEPS])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_files_of_unequal_steps(tmp_path, odd, other):
+    made, changes, words = OTHER_STEPS.get(other, ({}, {}, ""))
+    for rank in (0, 1):
+        options = made if rank == odd else {}
+        document = stored(tmp_path, rank, 2, **options) | (changes if rank == odd else {})
+        document["hashes"] |= {"output": ["x"]} if rank == 0 else {}  # rank 1 never ended
+        torch.save(document, tmp_path / f"{rank}.mok")
+    if other is None:
+        assert [d["local_ranks"] for d in capture.load([tmp_path])] == [[0], [1]]
+        return
+    with pytest.raises(ShapeError, match="of one step") as error:
+        capture.load([tmp_path])
+    if other != "another EP":  # which says so before
+        assert "[0] and [1] differ in " in str(error.value) and words in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["x", "routed_down", "shared"])
