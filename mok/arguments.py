@@ -56,7 +56,8 @@ def limit_of(swiglu_limit: Any) -> float:
     if not isinstance(swiglu_limit, str | bytes | bytearray):  # which float() would read
         try:
             return float(swiglu_limit)
-        except (TypeError, ValueError, RuntimeError) as caught:  # the last of a tensor, as of [2]
+        except (TypeError, ValueError, OverflowError, RuntimeError) as caught:
+            # The last is of tensors, as of [2].
             error = caught
     raise DtypeError("swiglu_limit must be a number or None", repr(swiglu_limit)) from error
 

@@ -140,8 +140,8 @@ class BackwardCall(Call):
         if self.sizes.scaled:
             parts["x_scales"] = [(rows * H // 32,)] * self.count, torch.uint8
         if self.shared is not None and width is not None:
-            size = [(self.tokens(i), width) for i in every]
-            parts |= dict.fromkeys(("gate_shared", "up_shared"), (size, bf16))
+            for name in ("gate_shared", "up_shared"):
+                parts[name] = [(self.tokens(i), width) for i in every], bf16
         for name, (sizes, dtype) in parts.items():
             part = getattr(context, name)
             if not isinstance(part, list) or not all(isinstance(t, Tensor) for t in part):

@@ -37,6 +37,10 @@ def check_timeout(seconds: Any) -> float:
     """
     if not isinstance(seconds, numbers.Real) or isinstance(seconds, bool):
         raise DtypeError("timeout_s must be a number", repr(seconds))
-    if not 0 <= seconds < math.inf:
+    try:
+        found = float(seconds)
+    except OverflowError:
+        found = math.inf
+    if not 0 <= found < math.inf:
         raise ShapeError("timeout_s must be a finite number from 0 on", repr(seconds))
-    return float(seconds)
+    return found
