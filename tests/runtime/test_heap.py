@@ -358,6 +358,7 @@ NO_TIMES = [
         (value, ShapeError, "must be a finite number from 0")
         for value in (float("nan"), float("inf"), -1)
     ),
+    pytest.param(10**400, ShapeError, "must be a finite number from 0", id="beyond floats"),
     (np.float32("nan"), ShapeError, "must be a finite number from 0"),
     *((value, DtypeError, "must be a number") for value in ("x", True, np.True_, [1.0])),
 ]
