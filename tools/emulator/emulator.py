@@ -345,7 +345,10 @@ class Emulator:
             machine.run()
         except KernelFault as exc:
             raise self._failed(exc, [machine]) from None
-        self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
+        else:
+            self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
+        finally:
+            machine.release()
 
     @contextlib.contextmanager
     def concurrent(self) -> Iterator[None]:
@@ -366,8 +369,12 @@ class Emulator:
             run_together(queues, self.seed)
         except KernelFault as exc:
             raise self._failed(exc, machines) from None
-        for machine in machines:  # the time of all of them
-            self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
+        else:
+            for machine in machines:  # the time of all of them
+                self._finished(machine, time.perf_counter() - start, time.process_time() - cpu)
+        finally:
+            for machine in machines:
+                machine.release()
 
     def _failed(self, fault: KernelFault, machines: list[Machine]) -> KernelFault:
         """The fault with what the machines have found beside it, which may be its cause; it is added to

@@ -165,6 +165,13 @@ class Machine(Residency, BulkOps):
 
     # -- set-up -----------------------------------------------------------------------
 
+    def release(self) -> None:
+        """Drop the registers, a gigabyte for a large grid: a run's objects refer to each other in circles,
+        and Python would keep them until it looks for such."""
+        self.regs = self.template = np.empty((0, 0, 32), dtype=np.int64)
+        for warp in self.warps:
+            warp.regs = self.regs
+
     def _bind_handlers(self) -> None:
         for op in self.program.pyops:
             if op.handler is None:

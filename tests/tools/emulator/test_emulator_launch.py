@@ -1,5 +1,6 @@
 """Functions from cute.compile: interception, the command, and what is refused."""
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -13,6 +14,7 @@ import torch
 
 from mok.tools.emulator import Emulator, KernelFault, LaunchError
 from mok.tools.emulator.cli import emulate
+from mok.tools.emulator.machine import Machine
 
 pytestmark = pytest.mark.emulator
 
@@ -120,6 +122,22 @@ def test_a_fault_ends_the_host_function_and_asks_the_driver_nothing(build, scrip
         function(x.data_ptr(), 64, 0)
     assert torch.equal(x, torch.full((64,), 7.0)) and not asked
     assert len(emulator.report.interleavings) == 4  # one of each faulty call, two of the last
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launch_leaves_no_registers_behind(build, fails):
+    """Objects of a run are garbage in circles, which Python may keep for long."""
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.zeros(100)
+        with contextlib.suppress(KernelFault), Emulator("sm_90a") as emulator:
+            emulator.register(x)
+            build("sm_90a")(x.data_ptr(), 1000 if fails else 100, 0)
+        left = [o.regs.nbytes for o in gc.get_objects() if isinstance(o, Machine)]
+        assert left and not any(left)
+    finally:
+        gc.enable()
 
 
 def test_the_runtime_library_is_restored(build):
