@@ -68,9 +68,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # of the tests that remain after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Several workers must not all wait for the few places of tests marked ``crowd`` at once."""
+    """Several workers take tests in an order in which few of them wait for each other's GPU."""
     if getattr(config, "workerinput", {}).get("workercount", 1) > 1:
-        items[:] = spread(items, lambda item: item.get_closest_marker("crowd") is not None)
+        items[:] = in_parallel(items, lambda item: {mark.name for mark in item.iter_markers()})
+
+
+def in_parallel(items: list[T], marks: Callable[[T], set[str]]) -> list[T]:
+    """First those that want a GPU alone, among short ones; then those that start processes, at even distances.
+
+    All workers of a GPU stand still while one wants it alone and another one's test has it: a second, or, where
+    that test waits for processes, a minute. And not all workers may wait at once for the few places of tests
+    marked ``crowd``.
+    """
+
+    def kind(item: T) -> str:
+        found = marks(item)
+        return "alone" if "alone" in found else "long" if found & {"crowd", "spread"} else "short"
+
+    kinds = {id(item): kind(item) for item in items}
+    few, short, long = (
+        [item for item in items if kinds[id(item)] == which] for which in ("alone", "short", "long")
+    )
+    beside = min(len(short), 3 * len(few))
+    head = spread([*few, *short[:beside]], lambda item: kinds[id(item)] == "alone")
+    return head + spread([*long, *short[beside:]], lambda item: kinds[id(item)] == "long")
 
 
 def spread(items: list[T], apart: Callable[[T], bool]) -> list[T]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import one_of, spread
+from tests.conftest import in_parallel, one_of, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,6 +83,28 @@ def test_spread_is_even_and_keeps_the_order(some, others):
         assert all(others // some <= gap <= -(-others // some) for gap in gaps)
         for gap in (places[1] - places[0] - 1, places[-1] - places[-2] - 1):
             assert others // (2 * some) <= gap <= -(-others // (2 * some))
+
+
+@pytest.mark.parametrize(
+    ("few", "long", "short"), [(0, 0, 7), (3, 0, 2), (4, 6, 60), (1, 5, 0), (0, 3, 9)]
+)
+def test_what_wants_a_gpu_alone_comes_before_what_takes_long(few, long, short):
+    counts = {"alone": few, "crowd": long, "spread": long, "gpu": short}
+    given = [(mark, i) for i in range(max(counts.values())) for mark in counts if i < counts[mark]]
+    found = in_parallel(given, lambda item: {item[0], "gpu"})
+    assert sorted(found) == sorted(given)
+    places = {mark: [i for i, item in enumerate(found) if item[0] == mark] for mark in counts}
+    if few and long:
+        assert max(places["alone"]) < min(places["crowd"] + places["spread"])
+    if few and short > 3 * few:
+        assert max(places["alone"]) < 4 * few  # within the first of the run, others between them
+    if long and short > 3 * few + 4 * long:
+        assert max(places["gpu"]) > max(
+            places["crowd"]
+        )  # and none of the long ones waits for the end
+    for mark in counts:
+        kept = [item for item in found if item[0] == mark]
+        assert kept == sorted(kept)
 
 
 TESTS = """

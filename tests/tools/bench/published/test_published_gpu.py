@@ -23,6 +23,7 @@ def bench(folder, *arguments, start=ALONE):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # 512 experts' weights and gradients, twice: ours and the peer's
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_ours_beside_nccl_and_torch(precision, tmp_path):
     short = ["--models", "qwen3.5-397b", "--tokens", "1024", "--warmup", "5", "--iterations", "5"]
