@@ -251,7 +251,7 @@ def own_records() -> list[dict[str, Any]]:
 
 
 RECORDED = Path(__file__).resolve().parents[2] / "docs" / "measurements"
-UNFITTED = "2026-11-30-h200-unfitted-2.json"
+UNFITTED = "2026-11-30-h200-unfitted-3.json"
 
 
 def unfitted() -> list[dict[str, Any]]:

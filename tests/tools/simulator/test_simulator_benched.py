@@ -46,7 +46,8 @@ def test_times_of_shapes_that_were_not_fitted(path):
     if "unfitted" in path.stem:
         made = {(r["sizes"], r["ep"], r["pass"]) for r in found if r["use"] != "fit"}
         assert len(made) == 12 * 2 * 2
-        assert promise["times"] >= len(made) - 1 and promise["unsteady"] <= 1
+        left_out = 1 if path.name == "2026-11-30-h200-unfitted-2.json" else 0  # on a busy host
+        assert promise["times"] == len(made) - left_out and promise["unsteady"] == left_out
 
 
 def test_the_suite_holds_12_shapes_and_none_was_fitted():
