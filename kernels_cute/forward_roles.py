@@ -14,6 +14,7 @@ from .invariant import Invariant
 from .machine import CHUNK_N
 from .megakernel import WARPS, MegaKernel
 from .program import DOWN, END, IDLE, SHARED_DOWN, SHARED_UP, UP
+from .push import PushRole
 from .queue import DSL, Entry, next_slot
 from .sync import int_ptr
 from .tracing import Tracer
@@ -113,7 +114,7 @@ class Context(Invariant):
         self.counters = program.Counters(*[base + at for at in layout])  # pointers, not offsets
 
 
-class ForwardRoles(MegaKernel):
+class ForwardRoles(PushRole, MegaKernel):
     """Base of ``ForwardKernel``."""
 
     entry = Entry
@@ -140,6 +141,7 @@ class ForwardRoles(MegaKernel):
             ops=DSL,
             recompute=self.recompute,
             ahead=program.tasks_ahead(self.direct, self.mxfp8, self.ahead),
+            push=self.push,
         )
 
     @cute.jit
@@ -189,7 +191,7 @@ class ForwardRoles(MegaKernel):
                 counters.hidden_ready + block, prog.hidden_ready_target(), watch,
                 role, 3, ticket, block,
             )  # fmt: skip
-            if cutlass.const_expr(not self.direct):
+            if cutlass.const_expr(not self.direct and not self.push):
                 if previous < prog.minibatches:
                     sync.wait_at_least(
                         counters.y_free + previous, prog.y_free_target(previous), watch,
@@ -481,10 +483,13 @@ class ForwardRoles(MegaKernel):
                     )
                 staging.signal(counters.hidden_ready + entry.block)
             elif kind == DOWN:
-                y_block = entry.block if cutlass.const_expr(self.direct) else entry.ring_block
-                chunk, phase = staging.store_tile(
-                    stores, y, self.row_tile(y_block), entry.n, down_chunks, zero, chunk, phase
-                )
+                if cutlass.const_expr(self.push):
+                    chunk, phase = staging.pass_tile(stores, down_chunks, chunk, phase)
+                else:
+                    y_block = entry.block if cutlass.const_expr(self.direct) else entry.ring_block
+                    chunk, phase = staging.store_tile(
+                        stores, y, self.row_tile(y_block), entry.n, down_chunks, zero, chunk, phase
+                    )
                 staging.signal(counters.y_ready + entry.minibatch)
             elif kind == SHARED_UP:
                 rows = self.row_tile(entry.block)
@@ -514,7 +519,7 @@ class ForwardRoles(MegaKernel):
         """Move an item's rows; returns the phase of this lane's slot."""
         rows, sizes, buffers = ctx.schedule.rows, ctx.sizes, ctx.buffers
         count = self.tile.comm_m
-        if item.kind == program.DISPATCH:
+        if cutlass.const_expr(self.push) or item.kind == program.DISPATCH:
             if cutlass.const_expr(self.wire):
                 comm_mxfp8.pull_quantised_rows(
                     rows, item.row, count, buffers.x_heap, buffers.x_heap_scales, sizes.topk,

@@ -5,7 +5,7 @@ A kernel brings its roles as methods; this class brings the machine. Warps of a 
     Hopper (one CTA per task)                Blackwell (two CTAs per task)
     0     load: draws, waits, loads          0     load
     1     store                              1     store
-    2-3   gather (direct)                    2     MMA: the first CTA's works for both
+    2-3   gather (direct); push              2     MMA: the first CTA's works for both
     4-11  multiply, then the epilogue        3     first CTA: scheduler, draws and waits for both
                                                    second CTA: relay of the scheduler's entries
                                              4-7   epilogue
@@ -35,6 +35,7 @@ from .invariant import Invariant
 from .machine import CHUNK_N, CONTROL_BYTES, HOPPER, check_scheduling, check_tile, machine_of
 from .pairs import MAIL_WORDS, Mail, PairFeed, PairTurns
 from .program import IDLE
+from .push import PUSH_WARPS
 from .queue import (
     DEPTH,
     WORDS,
@@ -110,6 +111,7 @@ class MegaKernel(PairTurns, CommItems):
         carry: comm workers move rows by bulk copies through shared memory, not through registers. None: the
             machine's.
         overlap: comm workers begin an item while the last one's rows are on their way (``carry.Worker``).
+        push: warps of compute CTAs send some results to their routes' slots (``push``); rings on Hopper.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -130,6 +132,7 @@ class MegaKernel(PairTurns, CommItems):
         pair: bool = False,
         carry: bool | None = None,
         overlap: bool = False,
+        push: bool = False,
     ):
         self.arch = arch
         self.direct = direct
@@ -152,7 +155,10 @@ class MegaKernel(PairTurns, CommItems):
             self.first_gather_warp = 2
             self.mainloop = sm90.Mainloop(tile_n, stages, 32 * gather_warps, pair)
             self.staging = Staging(self.mainloop.CTA_ROWS, 8, store_stages)
-            self.readers = 1 + gather_warps + 8  # store, gather, MMA
+            if push:
+                gather_warps = PUSH_WARPS  # in the gather warps' place
+                self.staging.readers = 1 + PUSH_WARPS
+            self.readers = 1 + gather_warps + 8  # store, gather or push, MMA
         else:
             gather_warps = 4 if direct else 0
             self.first_gather_warp = 8
@@ -171,6 +177,7 @@ class MegaKernel(PairTurns, CommItems):
                 f"carry={self.carry}, mxfp8={mxfp8}",
             )
         self.overlap = overlap
+        self.push = push
         # A comm CTA has the memory of stages and staging for the rows that pass through it.
         free = self.machine.smem_bytes(tile_n, stages, store_stages, self.scaled) - CONTROL_BYTES
         self.comm_piece = piece_bytes(free, WARPS)
@@ -371,6 +378,8 @@ class MegaKernel(PairTurns, CommItems):
             else:
                 if cutlass.const_expr(self.direct):
                     self.gather_role(ctx, shared)
+                elif cutlass.const_expr(self.push):
+                    self.push_role(ctx, shared)
         else:
             self.budget(1)
             self.result_role(ctx, shared, self.mainloop.worker(warp, shared.storage))

@@ -16,6 +16,8 @@ Total order of the forward pass (comm items exist only when rows pass the ring):
     dispatch of every minibatch whose slot is fresh,
     then for each minibatch s in processing order: up(s), down(s), combine(s), dispatch(next(s))
 
+With ``push``, down itself sends its rows to their slots: there is no combine, and nobody waits for one.
+
 With ``ahead``, and ``MIN_AHEAD`` slots or more, the first ``ahead`` tasks of the next up come before down(s). All
 column tiles of up(s) end at about the same time, and none of down(s) can begin before; so its last, partly
 filled wave needs something beside it, or the GPU waits a wave per minibatch. One wave of tasks is enough, and
@@ -128,6 +130,7 @@ class Forward(Invariant):
         tile: task sizes.
         ops: ``PY`` or the kernel's equivalent.
         ahead: tasks of the next up that go before a minibatch's down, where the ring has ``MIN_AHEAD`` slots.
+        push: down sends its rows itself; there are no combines.
         recompute: the program that rebuilds the saved context instead: dispatch and gate+up of
             macrobatch 0, gate+up of the shared expert, no down, no combine.
     """
@@ -145,8 +148,10 @@ class Forward(Invariant):
         ops: Any = PY,
         recompute: bool = False,
         ahead: int = 0,
+        push: bool = False,
     ):
         self.tile = tile
+        self.push = push
         self.ops = ops
         self.recompute = recompute
         if recompute:
@@ -276,8 +281,8 @@ class Forward(Invariant):
 
     @property
     def items(self) -> Int:
-        """Comm items in all: every block is dispatched once and, unless recomputing, combined once."""
-        return (1 if self.recompute else 2) * self.blocks * self.items_per_block
+        """Comm items in all: every block is dispatched once and, unless recomputing or pushed, combined once."""
+        return (1 if self.recompute or self.push else 2) * self.blocks * self.items_per_block
 
     def item(self, index: Int) -> Item:
         """The comm item with number ``index`` < ``items``."""
@@ -286,6 +291,8 @@ class Forward(Invariant):
         per_block = self.items_per_block
         at = index // per_block  # in blocks
         within = index - at * per_block
+        if self.push:
+            return self._dispatch(at, within)
         many = self.macrobatches > 1
         # 1: fresh slots: the head, then the slots of the macrobatch after it that the head left free.
         fresh_tail = select(many, (self.ring_mbs - self.head_mbs) * self.mb_blocks, zero)
@@ -340,6 +347,20 @@ class Forward(Invariant):
             minibatch=block // self.mb_blocks,
         )
 
+    def _dispatch(self, at: Int, within: Int) -> Item:
+        """Of dispatches alone: as minibatches are processed, so the slots that one refills are done the earliest."""
+        head_base = self.head_first_mb * self.mb_blocks
+        behind = self.ops.maximum(at - self.head_blocks, 0 * at)
+        step = behind // self.mb_blocks
+        first = self.minibatch_at(self.head_mbs + step) * self.mb_blocks
+        later = first + behind - step * self.mb_blocks
+        block = self.ops.select(at < self.head_blocks, head_base + at, later)
+        return Item(
+            kind=DISPATCH + 0 * at,
+            row=block * self.tile.m + within * self.tile.comm_m,
+            minibatch=block // self.mb_blocks,
+        )
+
     # ---- counters: how many arrivals complete each ----
 
     def x_ready_target(self, minibatch: Int) -> Int:
@@ -360,6 +381,8 @@ class Forward(Invariant):
 
     def y_free_target(self, minibatch: Int) -> Int:
         """Combine items of a minibatch (awaited by the down tasks that overwrite its y rows)."""
+        if self.push:
+            return 0 * minibatch
         return self.blocks_in(minibatch) * self.items_per_block
 
 
