@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mok.errors import DeviceError, DtypeError, ResourceError, ShapeError
 from mok.models import ModelShape, get_machine
+from mok.scalars import index_of
 
 DIM_MULTIPLE = 64  # H, I and shared I; tails inside a tile are masked
 MAX_TOPK = 32
@@ -37,12 +40,20 @@ def tile_rows(arch: str) -> int:
         ) from None
 
 
-def _require_int(name: str, value: Any, minimum: int, why: str = "") -> None:
-    # bool is an int in Python, but never a size.
-    if not isinstance(value, int) or isinstance(value, bool):
+def _require_int(name: str, value: Any, minimum: int, why: str = "") -> int:
+    """The value as Python's int, numpy's too. A bool is an int in Python, but never a size."""
+    found = index_of(value)
+    if found is None:
         raise DtypeError(f"{name} must be an int", f"{value!r} ({type(value).__name__})")
-    if value < minimum:
-        raise ShapeError(f"{name} must be at least {minimum}", value, why)
+    if found < minimum:
+        raise ShapeError(f"{name} must be at least {minimum}", found, why)
+    return found
+
+
+def _set_ints(owner: Any, names: Mapping[str, tuple[str, int]]) -> None:
+    """Check fields of a frozen dataclass, and keep Python's ints: {field: (what it is called, its least)}."""
+    for field, (name, minimum) in names.items():
+        object.__setattr__(owner, field, _require_int(name, getattr(owner, field), minimum))
 
 
 @dataclass(frozen=True)
@@ -70,10 +81,13 @@ class Shape:
     shared_intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
-        _require_int("num_tokens (T)", self.num_tokens, 0)
-        _require_int("num_experts (E)", self.num_experts, 1)
-        _require_int("ep_size (EP)", self.ep_size, 1)
-        _require_int("topk (K)", self.topk, 1)
+        counts = {
+            "num_tokens": ("num_tokens (T)", 0),
+            "num_experts": ("num_experts (E)", 1),
+            "ep_size": ("ep_size (EP)", 1),
+            "topk": ("topk (K)", 1),
+        }
+        _set_ints(self, counts)
         if self.topk > MAX_TOPK:
             raise ShapeError(
                 f"topk (K) must be at most {MAX_TOPK}",
@@ -81,13 +95,14 @@ class Shape:
                 "Split the token's experts over two layers, or lower K",
             )
         dims = {
-            "hidden_size (H)": self.hidden_size,
-            "intermediate_size (I)": self.intermediate_size,
+            "hidden_size": ("hidden_size (H)", 1),
+            "intermediate_size": ("intermediate_size (I)", 1),
         }
         if self.shared_intermediate_size is not None:
-            dims["shared_intermediate_size"] = self.shared_intermediate_size
-        for name, value in dims.items():
-            _require_int(name, value, 1)
+            dims["shared_intermediate_size"] = ("shared_intermediate_size", 1)
+        _set_ints(self, dims)
+        for field, (name, _) in dims.items():
+            value = getattr(self, field)
             if value % DIM_MULTIPLE:
                 raise ShapeError(
                     f"{name} must be a multiple of {DIM_MULTIPLE}",
@@ -197,11 +212,8 @@ class Config:
     pairs: bool | None = None
 
     def __post_init__(self) -> None:
-        _require_int("fwd_num_comm_sms", self.fwd_num_comm_sms, 1)
-        _require_int("bwd_num_comm_sms", self.bwd_num_comm_sms, 1)
-        _require_int("minibatch_size", self.minibatch_size, 1)
-        _require_int("macrobatch_size", self.macrobatch_size, 1)
-        _require_int("reserved_sms", self.reserved_sms, 0)
+        sizes = ("fwd_num_comm_sms", "bwd_num_comm_sms", "minibatch_size", "macrobatch_size")
+        _set_ints(self, {name: (name, 1) for name in sizes} | {"reserved_sms": ("reserved_sms", 0)})
         self._require_minibatch_multiple(min(TILE_ROWS.values()))
         if self.macrobatch_size % self.minibatch_size:
             raise ShapeError(
@@ -212,10 +224,12 @@ class Config:
             raise DtypeError("pairs must be True, False or None", repr(self.pairs))
         for name in ("schedule_capacity_multiplier", "timeout_s"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool):
+            if not isinstance(value, numbers.Real) or isinstance(value, bool):
                 raise DtypeError(f"{name} must be a number", f"{value!r}")
-            if not (math.isfinite(value) and value > 0):
+            number = value if isinstance(value, int) else float(value)
+            if not (math.isfinite(number) and number > 0):
                 raise ShapeError(f"{name} must be positive and finite", value)
+            object.__setattr__(self, name, number)
         if not 1e-3 <= self.timeout_s <= 1e9:
             raise ShapeError("timeout_s must be 0.001 to 1e9 seconds", self.timeout_s)
         if self.schedule_capacity_multiplier > 1000:

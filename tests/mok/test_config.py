@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -36,6 +40,20 @@ def test_shape_limits(change, rule):
 def test_sizes_are_ints(value):
     with pytest.raises(DtypeError, match=r"hidden_size \(H\) must be an int"):
         Shape(**GOOD | dict(hidden_size=value))
+
+
+def test_numbers_of_numpy_become_pythons():
+    shape = Shape(**{name: np.int64(value) for name, value in GOOD.items()})
+    assert shape == Shape(**GOOD) and {type(v) for v in vars(shape).values() if v is not None} == {
+        int
+    }
+    config = Config(
+        np.int32(4), np.uint8(2), np.int64(512), np.int64(1024), np.float32(0.5), np.int16(9)
+    )
+    assert config == Config(4, 2, 512, 1024, 0.5, 9) and json.loads(json.dumps(vars(config)))
+    for name, value in (("minibatch_size", np.bool_(True)), ("timeout_s", np.bool_(True))):
+        with pytest.raises(DtypeError, match=name):
+            replace(config, **{name: value})
 
 
 @pytest.mark.parametrize(
