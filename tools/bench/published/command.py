@@ -263,9 +263,10 @@ def show(document: dict[str, Any], console: Console) -> None:
     for r in document["rows"]:
         table.add_row(
             r["model"], r["precision"], r["pass"], TITLES[r["program"]], f"{r['ms']:.3f}",
-            f"{r['tflops']:.0f}", "" if r["ok"] else f"WRONG: {r['error']:.1e} from ours",
+            f"{r['tflops']:.0f}", _verdict(r),
         )  # fmt: skip
     console.print(table)
+    _show_accuracy(document, console)
     table = Table(
         title=f"Over the fastest peer (published: {document['published_with']['gpu']}, "
         f"EP {figures.EP}, upstream's kernel)",
@@ -294,6 +295,28 @@ def show(document: dict[str, Any], console: Console) -> None:
         if line not in said:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         said.add(line)
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if row["ok"]:
+        return ""
+    if row["program"] == figures.OURS:
+        return "WRONG: too far from FP32"
+    return f"WRONG: {row['error']:.1e} from ours"
+
+
+def _show_accuracy(document: dict[str, Any], console: Console) -> None:
+    from mok.tools.bench.published.programs import TITLES
+
+    table = Table(title="Against FP32, worst rank: relative L2 error, cosine", title_justify="left")
+    for column in ("model", "precision", "program", "output", "d_x"):
+        table.add_column(column)
+    for r in document["rows"]:
+        if r["pass"] == figures.PASSES[0]:
+            each = [r["accuracy"].get(name) for name in ("output", "x")]
+            cells = ["" if a is None else f"{a['error']:.1e} {a['cosine']:.5f}" for a in each]
+            table.add_row(r["model"], r["precision"], TITLES[r["program"]], *cells)
+    console.print(table)
 
 
 def _times(value: float | None) -> str:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok.errors import MokError
-from mok.tools.bench.published import figures, programs, upstream
+from mok.tools.bench.oracle import Match
+from mok.tools.bench.published import accuracy, figures, programs, upstream
 from mok.tools.bench.published.iterations import measure
 from mok.tools.bench.published.share import Share, Unavailable, layer_of, make_share
 
@@ -80,18 +81,22 @@ def run(
                 f"{model}: {layer.experts} of {layer.asked_experts} experts, to fit {place.size} GPUs"
             )
         share = make_share(layer, place.rank, place.group, place.device, settings.seed)
+        wanted = accuracy.expected(share, place.size)
         for precision in settings.precisions:
             first: Tensor | None = None
             for name in settings.programs:
-                found, output, reason = _timed(place, settings, share, precision, name)
+                found, results, reason = _timed(place, settings, share, precision, name)
                 if reason:
                     entry = {"model": model, "precision": precision, "program": name}
                     document["missing"].append({**entry, "reason": reason})
                     say(f"{model} {precision} {programs.TITLES[name]}: {reason}")
                     continue
-                assert found is not None and output is not None
-                away = _distance(place, output, first)
-                first = output if first is None else first
+                assert found is not None and results is not None
+                away = _distance(place, results[0], first)
+                first = results[0] if first is None else first
+                found["accuracy"] = accuracy.everyones_worst(
+                    everyone(place, wanted.matches(*results))
+                )
                 for row in _rows(model, precision, name, layer.as_dict(), found, away):
                     document["rows"].append(row)
                     say(
@@ -99,7 +104,7 @@ def run(
                     )
                 document["speed_ups"] = figures.speed_ups([r for r in document["rows"] if r["ok"]])
                 save(document)
-        del share
+        del share, wanted
         if place.device.type == "cuda":
             torch.cuda.empty_cache()
     document["speed_ups"] = figures.speed_ups([r for r in document["rows"] if r["ok"]])
@@ -112,13 +117,16 @@ def _rows(
     error: float,
 ) -> list[dict[str, Any]]:  # fmt: skip
     rows = []
+    right = error <= LIMITS[precision]
+    if name == figures.OURS:
+        right &= all(Match(**each).ok(of, precision) for of, each in found["accuracy"].items())
     for pass_name in figures.PASSES:
         summary = figures.summary(found["times"][pass_name])
         rows.append(
             {
                 "model": model, "precision": precision, "pass": pass_name, "program": name,
                 **summary, "tflops": figures.flops(layer, pass_name) / summary["ms"] / 1e9,
-                "error": error, "ok": error <= LIMITS[precision], "note": found["note"],
+                "error": error, "ok": right, "accuracy": found["accuracy"], "note": found["note"],
                 "config": found["config"],
             }
         )  # fmt: skip
@@ -127,22 +135,22 @@ def _rows(
 
 def _timed(
     place: Place, settings: Settings, share: Share, precision: str, name: str
-) -> tuple[dict[str, Any] | None, Tensor | None, str]:
-    """(times by pass of all ranks, this rank's output, reason why there are none); collective."""
+) -> tuple[dict[str, Any] | None, tuple[Tensor, Tensor | None] | None, str]:
+    """(times by pass of all ranks, this rank's output and d_x, reason why there are none); collective."""
     times: dict[str, list[float]] = {}
-    output: Tensor | None = None
+    results: tuple[Tensor, Tensor | None] | None = None
     note, config, reason = "", None, ""
     try:
         if name == "upstream":
             host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            times, output, note = upstream.times(
+            times, output, note = upstream.times(  # its d_x stays in its process
                 share, precision, settings.warmup, settings.iterations, settings.interpreter, host,
                 place.host_group,
             )  # fmt: skip
+            results = output, None
         else:
             with _made(place, share, precision, name) as program:
-                output = program.forward().clone()
-                program.backward()
+                results = program.forward().clone(), program.backward()[0].clone()
                 times = measure(program, settings.warmup, settings.iterations, place.device)
                 config = program.tunables() if isinstance(program, programs.Ours) else None
     except Unavailable as error:
@@ -154,7 +162,7 @@ def _timed(
     if reasons:
         return None, None, reasons[0]
     by_pass = {p: [t[p] for t, _ in every] for p in figures.PASSES}
-    return {"times": by_pass, "note": note, "config": config}, output, ""
+    return {"times": by_pass, "note": note, "config": config}, results, ""
 
 
 def _failed(error: Exception) -> str:

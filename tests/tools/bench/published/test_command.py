@@ -69,6 +69,7 @@ def rows():
         {
             "model": "kimi-k2.5", "precision": "bf16", "pass": p, "program": n, "ms": ms,
             "tflops": 100.0, "error": 0.0, "ok": True, "note": "", "config": None,
+            "accuracy": {"output": {"error": 6.6e-2, "cosine": 0.998}},
         }
         for (n, p), ms in times.items()
     ]  # fmt: skip
@@ -98,6 +99,7 @@ def test_the_tables_stand_beside_the_published(tmp_path):
     text = text_of(found)
     assert "2.50×" in text and "1.92×" in text and "NCCL + torch" in text
     assert "none ran" in text  # backward has no peer
+    assert "6.6e-02 0.99800" in text  # beside the times
     assert text.count("not run: DeepEP + Transformer Engine") == 1  # said once, not per model
     assert command.passed(found)
     lost = {"model": "glm-5.2", "precision": "bf16", "program": "mok", "reason": "failed: …"}

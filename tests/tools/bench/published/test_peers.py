@@ -177,6 +177,9 @@ def test_the_suite_times_checks_and_names(alone, monkeypatch):
         (n, p) for n in ("mok", "nccl-torch", "deepep-torch") for p in ("forward", "backward")
     }
     assert all(r["ok"] and r["ms"] > 0 and r["error"] < 1e-2 for r in found["rows"])
+    for row in found["rows"]:
+        for each in row["accuracy"].values():
+            assert 1e-4 < each["error"] < 1e-2 and 0.9999 < each["cosine"] <= 1
     assert {m["program"] for m in found["missing"]} == {
         "deepep-te", "hybridep-megatron", "upstream",
     }  # fmt: skip
@@ -184,6 +187,24 @@ def test_the_suite_times_checks_and_names(alone, monkeypatch):
     assert [e["pass"] for e in found["speed_ups"]] == ["forward", "backward"]
     assert found["layers"]["kimi-k2.5"]["asked_E"] == 8
     assert len(found["best"]) == 4
+
+
+@pytest.mark.parametrize("wrong", ["output", "x"])
+def test_ours_must_be_near_fp32(wrong, alone, monkeypatch):
+    class Wrong(SlowOurs):
+        def forward(self):
+            return super().forward() * (1.01 if wrong == "output" else 1)
+
+        def backward(self):
+            first, *others = super().backward()
+            return first * (1.02 if wrong == "x" else 1), *others
+
+    monkeypatch.setattr(programs, "Ours", Wrong)
+    place = Place(0, 1, CPU, alone, alone, ours="a group")
+    found = run(place, settings(programs=("mok", "nccl-torch")))
+    assert not any(r["ok"] for r in found["rows"] if r["program"] == "mok")
+    errors = {name: each["error"] for name, each in found["rows"][0]["accuracy"].items()}
+    assert errors.pop(wrong) > 9e-3 and all(error < 8e-3 for error in errors.values())
 
 
 def test_a_wrong_peer_is_no_peer(alone, monkeypatch):

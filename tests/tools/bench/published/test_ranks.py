@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mok.reference import Case, Experts, backward_loop, forward_loop, relative_l2
-from mok.tools.bench.published import programs, upstream
+from mok.tools.bench.published import accuracy, programs, upstream
 from mok.tools.bench.published.share import Layer, Unavailable, layer_of, make_share
 from mok.tools.bench.published.suite import Place, Settings, run
 from tests.tools.bench.published.fakes import expert_by_expert
@@ -42,7 +42,11 @@ def worker(rank: int, port: int, queue) -> None:
         iterations=4, layers={"kimi-k2.5": LAYER},
     )  # fmt: skip
     document = run(place, settings)
-    queue.put((rank, output.float().numpy(), [g.float().numpy() for g in gradients], document))
+    wanted = accuracy.expected(share, 2)
+    queue.put(
+        (rank, output.float().numpy(), [g.float().numpy() for g in gradients], document,
+         (wanted.output.numpy(), wanted.x.numpy()))
+    )  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()
 
@@ -65,6 +69,11 @@ def test_two_ranks_compute_and_time_the_layer():
     for i, want in ((0, wanted.x), (1, wanted.router_weights), (3, wanted.routed.down)):
         gradient = torch.cat([torch.from_numpy(found[r][1][i]) for r in range(2)])
         assert relative_l2(gradient, want) < 1e-2
+    for i, want in ((0, forward_loop(case)), (1, wanted.x)):
+        fp32 = torch.cat([torch.from_numpy(found[r][3][i]) for r in range(2)])
+        assert relative_l2(fp32, want) < 1e-5
+    matches = found[0][2]["rows"][0]["accuracy"]
+    assert {*matches} == {"output", "x"} and all(1e-4 < m["error"] < 1e-2 for m in matches.values())
     # Both ranks have the same document: the slowest of both in each iteration.
     assert found[0][2]["rows"] == found[1][2]["rows"] and len(found[0][2]["rows"]) == 2
     assert found[0][2]["missing"][0]["program"] == "mok"

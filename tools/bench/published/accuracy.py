@@ -1,0 +1,111 @@
+"""How far a program's output and d_x lie from FP32: beside every time, since MXFP8 buys its speed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok.reference.precision import ieee_matmul
+from mok.tools.bench.oracle import match
+from mok.tools.bench.published.share import Share
+
+NAMES = ("output", "x")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of this rank's tokens, FP32 [T, H] each, from the BF16 inputs.
+
+    Attributes:
+        output: the layer's. x: the gradient of x for ``Share.dy``.
+    """
+
+    output: Tensor
+    x: Tensor
+
+    def matches(self, output: Tensor, d_x: Tensor | None) -> dict[str, tuple[float, float]]:
+        """{"output": (relative L2 error, cosine), "x": …}; "x" only with a ``d_x``."""
+        found = {"output": match(output, self.output)}
+        if d_x is not None:
+            found["x"] = match(d_x, self.x)
+        return {name: (each.error, each.cosine) for name, each in found.items()}
+
+
+def expected(share: Share, size: int) -> Expected:
+    """The layer in FP32, without TF32 (collective): rank after rank, all add their experts' part of its tokens.
+
+    Args:
+        size: ranks of ``share.group``, whose members are numbered as in the world.
+    """
+    found: Expected | None = None
+    for rank in range(size):
+        tokens = [share.x, share.dy, share.ids, share.router]
+        if size > 1:
+            tokens = [_from(rank, each, share) for each in tokens]
+        parts = _routed_part(share, *tokens)
+        if size > 1:
+            for part in parts:
+                dist.reduce(part, rank, group=share.group)
+        if rank == share.rank:
+            found = Expected(*parts)
+    assert found is not None
+    if share.shared:
+        gate, up, down = (w.float() for w in share.shared)
+        output, d_x = _expert(share.x.float(), share.dy.float(), gate, up, down)
+        found = Expected(found.output + output, found.x + d_x)
+    return found
+
+
+def everyones_worst(every: Sequence[dict[str, tuple[float, float]]]) -> dict[str, dict[str, float]]:
+    """The largest error and the least cosine of all ranks, by name."""
+    return {
+        name: {
+            "error": max(found[name][0] for found in every),
+            "cosine": min(found[name][1] for found in every),
+        }
+        for name in every[0]
+    }
+
+
+def _from(rank: int, mine: Tensor, share: Share) -> Tensor:
+    """``rank``'s tensor in the place of ``mine``, as bytes: gloo does not send BF16."""
+    sent = (mine if rank == share.rank else torch.empty_like(mine)).contiguous()
+    dist.broadcast(sent.view(torch.uint8), rank, group=share.group)
+    return sent
+
+
+def _routed_part(
+    share: Share, x: Tensor, dy: Tensor, ids: Tensor, router: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the experts of this rank add to the output and to d_x of some rank's tokens."""
+    output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    d_x = torch.zeros_like(output)
+    first = share.rank * share.layer.local
+    for e in range(share.layer.local):
+        token, k = (ids == first + e).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        weights = tuple(w[e].float() for w in (share.gate, share.up, share.down))
+        scale = router[token, k].float().unsqueeze(1)
+        y, gradient = _expert(x[token].float(), dy[token].float() * scale, *weights)
+        output.index_add_(0, token, y * scale)
+        d_x.index_add_(0, token, gradient)
+    return output, d_x
+
+
+def _expert(
+    x: Tensor, dy: Tensor, gate_w: Tensor, up_w: Tensor, down_w: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(y, d_x) of an expert whose output's gradient is ``dy``."""
+    with ieee_matmul():
+        gate, up = x @ gate_w.t(), x @ up_w.t()
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        hidden = silu * up
+        d_hidden = dy @ down_w
+        d_gate = d_hidden * up * (sigmoid + silu * (1 - sigmoid))
+        return hidden @ down_w.t(), d_gate @ gate_w + (d_hidden * silu) @ up_w
