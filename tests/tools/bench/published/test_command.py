@@ -147,6 +147,7 @@ class Scripted:
 
 def test_rows_have_the_prediction_and_the_published_time(monkeypatch, tmp_path):
     from mok.tools.simulator import load_machine
+    from mok.tools.simulator.compare import records
 
     layer = Layer("kimi-k2.5", 2048, 7168, 2048, 384, 8, 2048, 64, 384)
     (share,) = [make_share(Layer("kimi-k2.5", 2, 64, 64, 4, 2, 0, 1, 4), 0, None, CPU)]
@@ -158,7 +159,7 @@ def test_rows_have_the_prediction_and_the_published_time(monkeypatch, tmp_path):
     monkeypatch.setattr(Config, "suggest", lambda *a: Config(16, 16, 2560, 20480))
     said = []
     rows = sweeps.run(
-        [share], None, lambda v: [v], load_machine("gb300"), "bf16", 0, 2, said.append
+        [share], None, lambda v: [v], load_machine("gb300"), "mxfp8", 0, 2, said.append
     )
     assert any("too small here" in text for text in said)
     by = {(r["tunable"], r["value"], r["pass"]): r for r in rows}
@@ -166,6 +167,9 @@ def test_rows_have_the_prediction_and_the_published_time(monkeypatch, tmp_path):
     assert by["minibatch_size", 2560, "backward"]["published_ms"] is None
     assert by["comm_sms", 16, "forward"]["published_ms"] is None
     assert {r["model_ms"] for r in rows} == {2.5}
+    assumed = {r.scenario.precision for r in records() if r.name.startswith("GB300 sweep")}
+    assert assumed == {"mxfp8"}  # as the published times are put beside
+    assert sweeps._published(layer, "minibatch_size", 2560, "forward", "bf16") is None
     paths = sweeps.draw(rows, tmp_path, "GB300")
     assert [p.name for p in paths] == ["sweep-minibatch-size.png", "sweep-comm-sms.png"]
     assert all(p.stat().st_size > 1000 for p in paths)
@@ -178,6 +182,7 @@ def test_rows_have_the_prediction_and_the_published_time(monkeypatch, tmp_path):
 
 def test_predicted_is_the_simulators(monkeypatch):
     from mok.tools.simulator import load_machine
+    from mok.tools.simulator.compare import records
 
     layer = Layer("qwen3.5-397b", 512, 512, 256, 16, 2, 0, 2, 16)
     config = Config(8, 8, 512, 512)
