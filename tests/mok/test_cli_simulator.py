@@ -170,6 +170,24 @@ def test_trace_lays_emulator_and_simulator_side_by_side(capsys, tmp_path):
     assert not any(t["lost"] for t in found["traces"])
 
 
+@pytest.mark.gpu
+def test_trace_lays_hardware_beside_both_others(capsys, tmp_path):
+    pytest.importorskip("numba")
+    out = tmp_path / "three"
+    code, found = document(
+        capsys, "trace", "--on", "hardware", "emulator", "simulator", "--shape", "96,128,128,4,2,64",
+        "--ep", "2", "--minibatch", "128", "--macrobatch", "256", "--comm-sms", "2",
+        "--emulated-sms", "4", "--machine", "h200", "--out", str(out),
+    )  # fmt: skip
+    assert code == 0 and [f[-4:] for f in found["files"]] == ["json", ".png"]
+    places = [t["source"].partition(", ")[0].partition(":")[0] for t in found["traces"]]
+    assert places == ["emulator"] * 2 + ["hardware"] * 2 + ["simulator"]
+    tasks = {t["source"]: t["events"] for t in found["traces"]}
+    for rank in range(2):  # the same call has the same tasks wherever it runs
+        assert tasks[f"emulator, forward, rank {rank}"] == tasks[f"hardware, forward, rank {rank}"]
+    assert not any(t["lost"] for t in found["traces"])
+
+
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [

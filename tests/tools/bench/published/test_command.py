@@ -182,7 +182,6 @@ def test_rows_have_the_prediction_and_the_published_time(monkeypatch, tmp_path):
 
 def test_predicted_is_the_simulators(monkeypatch):
     from mok.tools.simulator import load_machine
-    from mok.tools.simulator.compare import records
 
     layer = Layer("qwen3.5-397b", 512, 512, 256, 16, 2, 0, 2, 16)
     config = Config(8, 8, 512, 512)
