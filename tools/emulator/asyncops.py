@@ -21,7 +21,8 @@ from mok.tools.emulator.interp import trace
 from mok.tools.emulator.places import locate
 
 if TYPE_CHECKING:
-    from mok.tools.emulator.machine import Cluster, Cta, Machine, Warp
+    from mok.tools.emulator.machine import Machine
+    from mok.tools.emulator.resident import Cluster, Cta, Warp
 
 
 @dataclass
@@ -301,7 +302,7 @@ class BulkOps:
 
     def bulk_wait(self: Any, w: "Warp", keep: int, read_only: bool) -> Any:
         """Waits until at most ``keep`` of each lane's newest groups are incomplete."""
-        from mok.tools.emulator.machine import WAIT
+        from mok.tools.emulator.resident import WAIT
 
         if self.engine.immediate and self.checker is None:
             return None

@@ -14,7 +14,8 @@ from mok.tools.emulator.mapproxy import MapProxy
 
 if TYPE_CHECKING:
     from mok.tools.emulator.asyncops import Pending
-    from mok.tools.emulator.machine import Cta, Machine, Warp
+    from mok.tools.emulator.machine import Machine
+    from mok.tools.emulator.resident import Cta, Warp
 
 SLOTS_PER_CTA = 64
 TMEM_BASE = -(1 << 40)  # reports name TMEM columns by addresses from here on, four bytes each

@@ -8,7 +8,8 @@ from mok.tools.emulator import layout as L
 from mok.tools.emulator import race
 from mok.tools.emulator.asyncops import complete_tx
 from mok.tools.emulator.errors import EmulatorError
-from mok.tools.emulator.machine import Machine, Warp
+from mok.tools.emulator.machine import Machine
+from mok.tools.emulator.resident import Warp
 from mok.tools.emulator.tma import generic_smem
 
 _OFFSET = (1 << L.RANK_SHIFT) - 1

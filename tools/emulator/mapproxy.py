@@ -16,7 +16,7 @@ from mok.tools.emulator import race
 
 if TYPE_CHECKING:
     from mok.tools.emulator.checkers import Checker
-    from mok.tools.emulator.machine import Cta, Warp
+    from mok.tools.emulator.resident import Cta, Warp
 
 _WORDS = 16  # of a tensor map, those that mean something
 _SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "sys": 3}

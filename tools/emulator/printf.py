@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from mok.tools.emulator.errors import EmulatorError
-from mok.tools.emulator.machine import Machine, Warp
+from mok.tools.emulator.machine import Machine
+from mok.tools.emulator.resident import Warp
 
 _LOCAL = 2  # window of a generic address
 _OFFSET = (1 << 56) - 1

@@ -8,7 +8,8 @@ from mok.tools.emulator.errors import EmulatorError, LaunchError
 
 if TYPE_CHECKING:
     from mok.tools.emulator.encode import Program
-    from mok.tools.emulator.machine import Cta, Machine, Warp
+    from mok.tools.emulator.machine import Machine
+    from mok.tools.emulator.resident import Cta, Warp
 
 FILE = 65536  # registers of an SM
 LOWEST, HIGHEST, STEP = 24, 256, 8  # what setmaxnreg accepts
@@ -75,7 +76,7 @@ def pool_of(machine: "Machine", cta: "Cta", registers: int) -> RegisterPool:
 
 def op_setmaxnreg(machine: "Machine", w: "Warp", op: Any) -> Any:
     """setmaxnreg: gives registers to the CTA's pool, or takes some and waits until it has them"""
-    from mok.tools.emulator.machine import WAIT
+    from mok.tools.emulator.resident import WAIT
 
     what = op.ins.mods[1]
     count = w.value(op.operands[0], w.lanes()[0])

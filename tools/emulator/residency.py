@@ -13,7 +13,7 @@ from mok.tools.emulator import layout as L
 from mok.tools.emulator.errors import EmulatorError
 
 if TYPE_CHECKING:
-    from mok.tools.emulator.machine import Cluster
+    from mok.tools.emulator.resident import Cluster
 
 REFUSALS = 0.05  # launch queries that the adversarial machine refuses with clusters pending
 ARRIVAL, DURATION = (8, 18), (6, 15)  # what the seed chooses: warp instructions, log2 limits

@@ -10,7 +10,8 @@ from mok.tools.emulator import layout as L
 from mok.tools.emulator.asyncops import complete_tx
 from mok.tools.emulator.encode import Program
 from mok.tools.emulator.errors import EmulatorError, LaunchError
-from mok.tools.emulator.machine import WAIT, Cta, Machine, Warp
+from mok.tools.emulator.machine import Machine
+from mok.tools.emulator.resident import WAIT, Cta, Warp
 from mok.tools.emulator.tma import generic_smem
 from mok.tools.emulator.wgmma import BYTES, read_operand, to_float
 

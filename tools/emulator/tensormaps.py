@@ -16,7 +16,8 @@ from mok.tools.emulator.errors import EmulatorError
 from mok.tools.emulator.places import locate
 
 if TYPE_CHECKING:
-    from mok.tools.emulator.machine import Machine, Warp
+    from mok.tools.emulator.machine import Machine
+    from mok.tools.emulator.resident import Warp
 
 BYTES, USED = 128, 64  # of a map, and those of them that mean something
 _OFFSET = (1 << L.RANK_SHIFT) - 1

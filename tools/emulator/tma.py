@@ -9,8 +9,9 @@ from mok.tools.emulator import layout as L
 from mok.tools.emulator import race
 from mok.tools.emulator.asyncops import complete_tx
 from mok.tools.emulator.errors import EmulatorError
-from mok.tools.emulator.machine import Cta, Machine, Warp
+from mok.tools.emulator.machine import Machine
 from mok.tools.emulator.ptx_parser import type_size
+from mok.tools.emulator.resident import Cta, Warp
 from mok.tools.emulator.tensormaps import TensorMap, read_map
 
 _OFFSET = (1 << L.RANK_SHIFT) - 1

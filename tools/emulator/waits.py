@@ -8,7 +8,8 @@ from mok.tools.emulator import layout as L
 from mok.tools.emulator.places import locate, word_at
 
 if TYPE_CHECKING:
-    from mok.tools.emulator.machine import Machine, Warp
+    from mok.tools.emulator.machine import Machine
+    from mok.tools.emulator.resident import Warp
 
 
 def describe_mbarrier(word: int) -> str:

@@ -8,7 +8,8 @@ import numpy as np
 
 from mok.tools.emulator import layout as L
 from mok.tools.emulator.errors import EmulatorError
-from mok.tools.emulator.machine import Cta, Machine, Warp
+from mok.tools.emulator.machine import Machine
+from mok.tools.emulator.resident import Cta, Warp
 
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
