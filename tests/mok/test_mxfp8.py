@@ -57,6 +57,14 @@ def test_quantise_without_a_gpu_is_the_reference(layout):
         )
 
 
+@pytest.mark.parametrize("rows,columns", [(100, 128), (128, 96), (64, 256)])
+def test_rows_and_columns_of_someone_elses_weights_are_whole_tiles(rows, columns):
+    data = torch.zeros(2, rows, columns, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.zeros(2, rows, columns // 32, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match="multiples of 128"):
+        Mxfp8Weight.of(data, scales)
+
+
 def test_one_orientation_and_two_dimensions():
     found = mxfp8_quantize(weight(128, 128), transposed=False)
     assert found.shape == (1, 128, 128) and found.transposed is None
@@ -320,6 +328,24 @@ def test_a_change_that_torch_cannot_see_is_found_in_debug_mode(dtype):
 def make_layer(**options):
     torch.manual_seed(0)
     return MoELayer(128, 128, 3, 2, router="softmax", precision="mxfp8", **options)
+
+
+@pytest.mark.emulator
+def test_a_layer_in_debug_mode_finds_a_write_behind_torchs_back():
+    pytest.importorskip("numba")
+    from mok.tools.emulator import Emulator
+
+    with Emulator("sm_90a", num_sms=6):
+        layer = make_layer(config=dataclasses.replace(CONFIG, debug=True))
+        x = weight(40, 128)
+        first = layer(x)
+        assert torch.equal(layer(x), first)
+        layer.routed_up.data[1, 3, 5] += 1
+        with pytest.raises(MokError, match="behind torch's back"):
+            layer(x)
+        layer.requantize()
+        assert not torch.equal(layer(x), first)
+        functional.clear_workspace_cache()
 
 
 @pytest.mark.emulator
