@@ -65,6 +65,7 @@ def records() -> Iterator[Record]:
             entry["program"],
             save_context=both or entry["save_context"],
             pairs=entry.get("pairs", False),
+            push=entry.get("push", False),
             overrides=entry.get("overrides", {}),
         )
         plain = {
@@ -115,7 +116,7 @@ def gains(scenario: Scenario) -> list[dict[str, Any]]:
     Raises:
         MokError: upstream's program does not run on this machine.
     """
-    upstream = dataclasses.replace(scenario, program="upstream", switches=Switches())
+    upstream = dataclasses.replace(scenario, program="upstream", switches=Switches(), push=False)
     steps = [("upstream", upstream)]
     for name, title in SWITCH_NAMES.items():
         if name == "slot_backward" and scenario.direction != "backward":

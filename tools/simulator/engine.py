@@ -4,7 +4,8 @@ Workers take their tasks in program order and every wait is on earlier work, so 
 order fixes all times: a task's worker is the one that draws first, its begin the latest of that
 worker, its counters and its operands. Resources that many workers share (links, HBM) are given out
 in short slices of time, to whoever asks first in the pass, so requests may come in any order of
-time.
+time. Where tasks push their rows, too, tasks and items go on in turns, so that both get what they
+ask for first: items that wait for nothing would else take the links long before their time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mok.errors import MokError
-from mok.tools.simulator.work import Work
+from mok.tools.simulator.work import Sent, Work
 
 SLICE_S = 4e-6  # of a shared resource's time; a large task takes tens of microseconds
 
@@ -76,7 +77,8 @@ class Outcome:
         end: when the kernel ends.
         busy, tail: seconds of all compute workers in main loops, and in exposed epilogues.
         waits: seconds of all compute workers waiting, by class of counter; "operands" for HBM,
-            "pipeline" for filling the main loop, "end" after a worker's last main loop.
+            "pipeline" for filling the main loop, "link" for staging buffers whose rows are not on
+            their way yet, "end" after a worker's last main loop.
         comm_busy, comm_waits: the same for communication workers.
         first_routed: when the first task on routed rows began.
         events: (comm?, worker, kind, begin, end, minibatch, ticket) where asked for.
@@ -121,6 +123,8 @@ class Engine:
         self.remaining = list(counters.targets)
         self.ready = [0.0] * len(self.remaining)
         self.classes = counters.classes
+        self.in_turns = bool(work.tasks.sent)
+        self.now = {"compute": 0.0, "comm": 0.0}
 
     def play(self) -> Outcome:
         """Run everything.
@@ -134,13 +138,15 @@ class Engine:
         alive = {"compute": compute, "comm": comm}
         while alive:
             moved = False
-            for name, run in list(alive.items()):
+            for name, run in self._turns(alive):
                 state = next(run, None)
                 if state is None:
                     del alive[name]
                     moved = True
                 elif state:
                     moved = True
+                if moved and self.in_turns:
+                    break
             if alive and not moved:
                 raise MokError("every wait must be on earlier work", "the program cannot go on")
         wrong = [i for i, n in enumerate(self.remaining) if n]
@@ -155,12 +161,27 @@ class Engine:
             out.usage[resource] = getattr(self, resource).used
         return out
 
+    def _turns(self, alive: dict[str, Iterator[bool]]) -> list[tuple[str, Iterator[bool]]]:
+        """Who goes on: where both use the links, whoever is behind in time, for one task or item."""
+        runs = list(alive.items())
+        return sorted(runs, key=lambda pair: self.now[pair[0]]) if self.in_turns else runs
+
     def _arrive(self, ids: tuple[int, ...], when: float) -> None:
         remaining, ready = self.remaining, self.ready
         for i in ids:
             remaining[i] -= 1
             if when > ready[i]:
                 ready[i] = when
+
+    def _send(self, begin: float, amounts: Sent) -> tuple[float, float]:
+        """Push a task's rows from ``begin`` on: when the worker can go on, and when all are on their way."""
+        staged = self.work.pipeline.staged
+        go_on = done = begin
+        for resource, amount in zip((self.rx, self.tx, self.net), amounts, strict=True):
+            most = resource.reserve(begin, (1 - staged) * amount)
+            go_on = max(go_on, most)
+            done = max(done, resource.reserve(most, staged * amount))
+        return go_on, done
 
     # A generator runs as far as it can; it yields True after work, False when it made none.
 
@@ -172,11 +193,16 @@ class Engine:
         two, fill, store = pipe.accumulators == 2, pipe.fill_s, pipe.store_s
         kinds, busys, tails, holds, hbms = t.kind, t.busy, t.tail, t.hold, t.hbm
         all_waits, all_signals, all_early = t.waits, t.signals, t.early
-        waits: dict[str, float] = dict.fromkeys((*classes, "operands", "pipeline", "end"), 0.0)
+        reasons = (*classes, "operands", "pipeline", "link", "end")
+        waits: dict[str, float] = dict.fromkeys(reasons, 0.0)
         start, workers = work.start_s, work.workers
         # Per worker: when its main loop, its epilogue, the accumulator used last and the one before
         # are free, and when the loads of its last task were issued.
         mma_free, epi_free, newest, oldest, loaded = ([start] * workers for _ in range(5))
+        # When the rows that it pushes have left its staging buffers, and for how long its last two
+        # epilogues waited for that.
+        sent, left, in_turns = t.sent, [start] * workers, self.in_turns
+        new_stall, old_stall = ([0.0] * workers for _ in range(2))
         draws = [(start, w) for w in range(workers)]
         busy_sum = tail_sum = first_routed = 0.0
         end_all = start
@@ -200,7 +226,11 @@ class Engine:
                 accumulator = oldest[w] if two else newest[w]
                 free = mma_free[w]
                 if accumulator > free:
-                    tail_sum += accumulator - free
+                    stall = old_stall[w] if two else new_stall[w]
+                    if stall > accumulator - free:
+                        stall = accumulator - free
+                    waits["link"] += stall
+                    tail_sum += accumulator - free - stall
                     free = accumulator
                 begin = load + fill
                 if begin > free:
@@ -222,8 +252,18 @@ class Engine:
                 heapq.heappush(draws, (max(load, epi_free[w]) if pipe.draws_late else load, w))
                 epilogue = end if end > epi_free[w] else epi_free[w]
                 finish = epilogue + tails[done]
+                stall = 0.0
+                if sent:
+                    go_on = left[w]  # every epilogue fills the same buffers
+                    if any(sent[done]):
+                        go_on, left[w] = self._send(max(epilogue, go_on), sent[done])
+                        end_all = max(end_all, left[w] + store)
+                    if go_on > finish:
+                        stall = go_on - finish
+                        finish = go_on
                 mma_free[w], epi_free[w] = end, finish
-                oldest[w], newest[w] = newest[w], epilogue + holds[done]
+                oldest[w], newest[w] = newest[w], epilogue + holds[done] + stall
+                old_stall[w], new_stall[w] = new_stall[w], stall
                 lead = pipe.lead_s if pipe.lead_s < busy else busy
                 loaded[w] = issue if issue > end - lead else end - lead
                 busy_sum += busy
@@ -240,6 +280,9 @@ class Engine:
                     event = (False, w, kinds[done], begin, finish, t.minibatch[done], done)
                     out.events.append(event)
                 done += 1
+                if in_turns:
+                    self.now["compute"] = epilogue
+                    break
             yield done > begun
         waits["end"] += sum(end_all - free for free in mma_free)
         out.compute_end, out.busy, out.tail = end_all, busy_sum, tail_sum
@@ -304,5 +347,8 @@ class Engine:
                 if self.record:
                     out.events.append((True, w, t.kind[done], begin, end, t.minibatch[done], done))
                 done += 1
+                if self.in_turns:
+                    self.now["comm"] = begin
+                    break
             yield done > begun
         out.comm_end, out.comm_busy, out.comm_waits = end_all, busy_sum, waits

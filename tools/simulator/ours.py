@@ -9,7 +9,16 @@ from mok.kernels_cute import program as fw
 from mok.tools.simulator.load import RankLoad, spread
 from mok.tools.simulator.scenario import Scenario
 from mok.tools.simulator.tilecost import Costs
-from mok.tools.simulator.work import Counters, Items, NumpyOps, Tasks, Work, no_items, pairs
+from mok.tools.simulator.work import (
+    Counters,
+    Items,
+    NumpyOps,
+    Sent,
+    Tasks,
+    Work,
+    no_items,
+    pairs,
+)
 
 Array = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -26,6 +35,7 @@ class ForwardWork:
         self.costs = Costs.ours(scenario)
         self.ring = not scenario.direct
         self.recompute = scenario.direction == "recompute"
+        self.push = scenario.pushes
         self.p = self._program(fw.PY)
         self.decoder = self._program(NumpyOps)
         self.counters = Counters()
@@ -33,10 +43,10 @@ class ForwardWork:
         minibatches = range(p.minibatches)
         # What nobody arrives at has target 0.
         moved = [p.x_ready_target(s) if self.ring else 0 for s in minibatches]
-        pushed = [0 if self.recompute else n for n in moved]
+        combined = [0 if self.recompute or self.push else n for n in moved]
         used = 0 if self.recompute else 1
         self.x_ready = add("rows", moved)
-        self.y_free = add("slot", pushed)
+        self.y_free = add("slot", combined)
         self.y_ready = add("results", [p.y_ready_target(s) * used for s in minibatches])
         self.hidden = add("hidden", [p.hidden_ready_target() * used] * p.blocks)
         shared = p.shared_hidden_ready_target() * used
@@ -56,6 +66,7 @@ class ForwardWork:
             ops=ops,
             recompute=self.recompute,
             ahead=self.costs.ahead,
+            push=self.push,
         )
 
     def work(self) -> Work:
@@ -77,9 +88,7 @@ class ForwardWork:
         p, costs = self.p, self.costs
         tickets = np.arange(p.tasks, dtype=np.int64)
         task = self.decoder.task(tickets)
-        kind, block, minibatch = (
-            np.broadcast_to(a, tickets.shape) for a in (task.kind, task.block, task.minibatch)
-        )
+        kind, block, n, minibatch = (np.broadcast_to(a, tickets.shape) for a in task)
         up, down = kind == fw.UP, kind == fw.DOWN
         shared_up, shared_down = kind == fw.SHARED_UP, kind == fw.SHARED_DOWN
         first, second, signal = (np.full(p.tasks, -1, np.int64) for _ in range(3))
@@ -88,6 +97,7 @@ class ForwardWork:
         # As the load role of the kernel waits: ``wait_up`` and ``wait_down``.
         if self.ring:
             first[up] = self.x_ready + minibatch[up]
+        if self.ring and not self.push:
             second[down & reuses] = self.y_free + previous[down & reuses]
         second[up & reuses] = self.y_ready + previous[up & reuses]
         first[down] = self.hidden + block[down]
@@ -113,7 +123,13 @@ class ForwardWork:
         sharing[~shared] = near[block[~shared]]
         n_tiles = np.select([up, shared_up], [p.n_up, p.shared_n_up], p.n_down)
         hbm = costs.operand_bytes(depth, sharing, n_tiles, shared)
-        hbm = hbm + 2 * tile.m * np.where(is_up, tile.up_n * copies, tile.down_n)
+        results = 2.0 * tile.m * np.where(is_up, tile.up_n * copies, tile.down_n)
+        sent: list[Sent] = []
+        if self.push:
+            # Peers' rows come into this rank's memory as its own go into theirs.
+            payload, least, sent = costs.sends(down, block, n, self.load)
+            results, tail = np.where(down, payload, results), np.maximum(tail, least)
+        hbm = hbm + results
         return Tasks(
             KINDS,
             kind.tolist(),
@@ -125,6 +141,7 @@ class ForwardWork:
             pairs(signal, np.full(p.tasks, -1)),
             [()] * p.tasks,
             np.where(shared, -1, minibatch).tolist(),
+            sent=sent,
         )
 
     def items(self) -> Items:

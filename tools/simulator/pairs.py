@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mok.tools.simulator.work import Ids, Tasks, Work
+from mok.tools.simulator.work import Ids, Sent, Tasks, Work
 
 
 def paired(work: Work) -> Work:
@@ -18,6 +18,7 @@ def paired(work: Work) -> Work:
     groups = t.group or [0] * count
     columns: tuple[list, ...] = tuple([] for _ in range(9))  # type: ignore[type-arg]
     tickets: list[tuple[int, ...]] = []
+    sent: list[Sent] = []
     while at < count:
         # A ticket stands for tasks 2n and 2n + 1.
         other = at + 1
@@ -43,8 +44,11 @@ def paired(work: Work) -> Work:
         for column, value in zip(columns, values, strict=True):
             column.append(value)
         tickets.append(tuple(range(at, last + 1)))
+        if t.sent:
+            rx, tx, net = (sum(column) for column in zip(*t.sent[at : last + 1], strict=True))
+            sent.append((rx, tx, net))
         at = last + 1
-    tasks = Tasks(t.names, *columns, tickets=tickets)
+    tasks = Tasks(t.names, *columns, tickets=tickets, sent=sent)
     return dataclasses.replace(
         work,
         tasks=tasks,

@@ -50,6 +50,7 @@ class Scenario:
         switches: only for the upstream program.
         overrides: other values for constants of the program's calibration, by name.
         pairs: whether Hopper's CTAs work in pairs; None: where our launch takes that build.
+        push: our program with ``kernels_cute.push``; ``pushes`` tells where that is another program.
 
     Raises MokError and its kinds where the parts do not fit each other.
     """
@@ -67,6 +68,7 @@ class Scenario:
     switches: Switches = field(default_factory=Switches)
     overrides: Mapping[str, float] = field(default_factory=dict)
     pairs: bool | None = None
+    push: bool = False
 
     def __post_init__(self) -> None:
         choices = (("direction", Direction), ("precision", Precision), ("program", Program))
@@ -84,6 +86,8 @@ class Scenario:
         machine = self.machine
         self.config.check(machine.arch, machine.num_sms, self.comm_sms)
         if self.program == "upstream":
+            if self.push:
+                raise MokError("only our program pushes from shared memory", self.program)
             if machine.arch == "sm_90a":
                 raise MokError("upstream's program runs on Blackwell only", machine.name)
             if self.direction == "recompute":
@@ -98,6 +102,11 @@ class Scenario:
     def direct(self) -> bool:
         """Rows are gathered in place; nothing passes the ring."""
         return self.program == "ours" and self.shape.ep_size == 1 and self.precision == "bf16"
+
+    @property
+    def pushes(self) -> bool:
+        """Down sends its rows itself. Only forward does, and where rows pass the ring."""
+        return self.push and self.direction == "forward" and not self.direct
 
     @property
     def comm_sms(self) -> int:

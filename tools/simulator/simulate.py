@@ -225,7 +225,11 @@ def lower_bounds(scenario: Scenario, work: Work) -> dict[str, float]:
         "HBM": (sum(work.tasks.hbm) + sum(items.hbm)) / m["hbm_bytes_per_s"],
     }
     if len(items):
-        found["NVLink"] = max(sum(items.rx), sum(items.tx)) / m.nvlink
-        found["network"] = sum(items.net) / m["network_bytes_per_s"]
+        pushed = [sum(column) for column in zip(*work.tasks.sent, strict=True)] or [0.0] * 3
+        rx, tx, net = (
+            sum(c) + p for c, p in zip((items.rx, items.tx, items.net), pushed, strict=True)
+        )
+        found["NVLink"] = max(rx, tx) / m.nvlink
+        found["network"] = net / m["network_bytes_per_s"]
         found["comm SMs"] = sum(items.busy) / work.comm_workers
     return {name: seconds for name, seconds in found.items() if seconds > 0}

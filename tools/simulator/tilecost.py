@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mok.kernels_cute.machine import CHUNK_N
 from mok.kernels_cute.program import Tile, tasks_ahead
 from mok.tools.simulator.constants import Table, calibration
 from mok.tools.simulator.load import RankLoad
 from mok.tools.simulator.machine import Machine
 from mok.tools.simulator.scenario import Scenario
-from mok.tools.simulator.work import Items, Pipeline, singles
+from mok.tools.simulator.work import Items, Pipeline, Sent, singles
 
 Array = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -25,6 +26,7 @@ def ours_calibration(arch: str) -> str:
 
 K_STEP = 64  # columns of the contraction in one step of the main loop, BF16
 PADDING_ROW_S = 0.4e-6  # clearing a row
+STORE_STAGES = 2  # staging buffers, of CHUNK_N columns each: the default of the kernels
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class Costs:
             fill_s=t["fill_s"],
             store_s=t["store_s"],
             draws_late=self.cluster == 2,
+            staged=STORE_STAGES * CHUNK_N / self.tile.down_n,
         )
 
     # ---- communication ----
@@ -220,6 +223,22 @@ class Costs:
         back = near * (reply + mirror * data)
         net = payload * load.far * max(1.0, load.far_mirror)
         return np.where(pull, towards, back), np.where(pull, back, towards), net
+
+    def sends(
+        self, down: NDArray[np.bool_], block: Array, n: Array, load: RankLoad
+    ) -> tuple[Floats, Floats, list[Sent]]:
+        """Of tasks that push their rows where ``down``: payload in bytes, the least seconds that a CTA
+        needs for them, and the bytes on the ports.
+        """
+        real = load.real_rows(np.where(down, block, 0) * self.tile.m, self.tile.m)
+        columns = np.minimum(self.tile.down_n, self.hidden - n * self.tile.down_n)
+        payload = np.where(down, 2.0 * real * columns, 0.0)
+        rate = self.machine["sm_push_bytes_per_s"]
+        if load.local == 1.0:
+            rate = self.machine["sm_bytes_per_s"] / 2
+        wires = self.wires(np.zeros_like(down), payload, load)
+        sent = list(zip(*(amount.tolist() for amount in wires), strict=True))
+        return payload, payload / (rate * self.cluster), sent
 
     def items(
         self,

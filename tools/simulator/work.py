@@ -42,6 +42,7 @@ class Counters:
 
 
 Ids = tuple[int, ...]
+Sent = tuple[float, float, float]
 
 
 @dataclass
@@ -59,6 +60,8 @@ class Tasks:
         minibatch: for reports, and for which tasks a pair of CTAs works on at once.
         group: the latter, in backward; empty where there is none.
         tickets: where pairs of CTAs work (``pairs``), the tasks of each entry; else empty.
+        sent: bytes that the epilogue pushes, on the rank's own ports (``Items.rx``, ``tx``, ``net``);
+            empty where nothing is pushed.
     """
 
     names: tuple[str, ...]
@@ -73,6 +76,7 @@ class Tasks:
     minibatch: list[int]
     group: list[int] = field(default_factory=list)
     tickets: list[tuple[int, ...]] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -117,6 +121,7 @@ class Pipeline:
         store_s: from the end of the epilogue until results are in memory.
         draws_late: a ticket is drawn only when the epilogue of the task before the current one has
             ended (one response buffer, as with CLC), not as soon as its loads begin.
+        staged: share of a task's pushed bytes that wait in shared memory while the worker goes on.
     """
 
     accumulators: int
@@ -124,6 +129,7 @@ class Pipeline:
     fill_s: float
     store_s: float
     draws_late: bool = False
+    staged: float = 0.0
 
 
 @dataclass
