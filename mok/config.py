@@ -290,7 +290,9 @@ class Config:
         return replace(self, minibatch_size=minibatch, macrobatch_size=count * minibatch)
 
     @classmethod
-    def suggest(cls, shape: Shape, device: Any, precision: str = "bf16") -> Config:
+    def suggest(
+        cls, shape: Shape, device: Any, precision: str = "bf16", push: bool = False
+    ) -> Config:
         """What ``mok tune`` found for this shape on this GPU, else a reasonable start.
 
         Where rows are gathered in place (EP = 1 in BF16), a minibatch of all rows up to 65536. Elsewhere
@@ -303,6 +305,8 @@ class Config:
                 and ``num_sms``. Only a real GPU has tuned results, and those of BF16 only.
             precision: of the routed experts. In MXFP8 rows pass the ring at EP = 1, too, and quantising
                 takes comm SMs' time.
+            push: for a forward kernel that sends its results itself (``ForwardKernel``), which needs fewer
+                comm SMs. Nothing tuned is used, since that was tuned without.
 
         Raises:
             DeviceError: the device is no GPU, or an unsupported one.
@@ -341,8 +345,8 @@ class Config:
         if not in_place:
             from mok.tools.simulator.suggest import with_comm_sms
 
-            suggested = with_comm_sms(suggested, shape, arch, num_sms, precision)
-        if precision != "bf16" or (name := _gpu_name(device)) is None:
+            suggested = with_comm_sms(suggested, shape, arch, num_sms, precision, push)
+        if precision != "bf16" or push or (name := _gpu_name(device)) is None:
             return suggested
         from mok import tune
 

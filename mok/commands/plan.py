@@ -37,9 +37,19 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         raise MokError("--rounds must be at least 0", args.rounds)
     shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
     routing = scenarios.routing_of(args, shape)
-    found = plan(shape, machine, args.precision, routing, args.rounds, args.virtual, progress.print)
+    found = plan(
+        shape,
+        machine,
+        args.precision,
+        routing,
+        args.rounds,
+        args.virtual,
+        progress.print,
+        args.push,
+    )
     document = scenarios.described(shape, machine, routing)
     document |= {"precision": args.precision, "memory_limit": machine["memory_bytes"]}
+    document["push"] = found.best.forward.scenario.pushes
     return document | as_dict(found)
 
 
@@ -59,7 +69,8 @@ def show(document: dict[str, Any], console: Console) -> None:
         return
     d = document
     shape = ", ".join(f"{name} {value}" for name, value in d["shape"].items() if value is not None)
-    console.print(f"{d['machine_title']}\n{shape}, {d['precision']}, {d['routing']} routing\n",
+    push = ", results pushed in forward" if d["push"] else ""
+    console.print(f"{d['machine_title']}\n{shape}, {d['precision']}, {d['routing']} routing{push}\n",
                   highlight=False, soft_wrap=True)  # fmt: skip
     table = Table(title=f"Tunables, after {d['simulated']} simulations", title_justify="left")
     for column in ("", "minibatch", "macrobatch", "fwd comm", "bwd comm", "forward", "backward"):

@@ -33,6 +33,10 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         help="balanced, uniform (drawn), zipf:EXPONENT, or a .npy of expert ids [EP, T, K]",
     )
     parser.add_argument("--virtual", action="store_true", help="all ranks on one GPU, in turn")
+    parser.add_argument(
+        "--push", action="store_true",
+        help="our forward kernel sends results from shared memory itself: comm SMs only dispatch",
+    )  # fmt: skip
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +75,7 @@ def routing_of(args: argparse.Namespace, shape: Shape) -> Routing:
 
 def configs_of(args: argparse.Namespace, shape: Shape, machine: Machine) -> list[Config]:
     """One per combination of the values given."""
-    suggested = Config.suggest(shape, machine, args.precision)
+    suggested = Config.suggest(shape, machine, args.precision, args.push)
     ring = suggested.macrobatch_size // suggested.minibatch_size
     found = []
     for minibatch in args.minibatch or [suggested.minibatch_size]:
@@ -101,6 +105,7 @@ def scenario(
     return Scenario(
         shape, config, machine, direction, args.precision, program,  # type: ignore[arg-type]
         routing=routing, virtual=args.virtual, save_context=direction == "forward",
+        push=args.push and program == "ours",
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from mok.commands import scenarios
+from mok.errors import MokError
 
 NAME = "simulate"
 HELP = "predict a call's time on a machine that need not be here"
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
         benched = compare_bench(read(args.bench))
         return {"rows": [], "benched": benched, "summary": summary(benched)}
+    if args.push and args.program == "upstream":
+        raise MokError("--push is of our program", f"--program {args.program}")
     shape, machine = scenarios.shape_of(args), scenarios.machine_of(args)
     routing = scenarios.routing_of(args, shape)
     configs = scenarios.configs_of(args, shape, machine)
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 from mok.tools.simulator.plan import tunables
 
                 row = {"config": tunables(config), "pass": direction, "program": program}
-                rows.append(row | found.as_dict())
+                rows.append(row | {"push": found.scenario.pushes} | found.as_dict())
     assert first is not None
     document = scenarios.described(shape, machine, routing)
     document |= {"precision": args.precision, "virtual": args.virtual, "rows": rows}
@@ -89,7 +92,7 @@ def _push_pull(scenario: Any) -> dict[str, Any]:
     from mok.tools.simulator.links import imbalance_gain, signalling
 
     machine = scenario.machine
-    upstream = dataclasses.replace(scenario, program="upstream", direction="forward")
+    upstream = dataclasses.replace(scenario, program="upstream", direction="forward", push=False)
     return {
         "signalling_us": {name: s * 1e6 for name, s in signalling(upstream).items()},
         "ranks": LINK_RANKS,
@@ -125,7 +128,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         c = row["config"]
         comm = c["bwd_num_comm_sms" if row["pass"] == "backward" else "fwd_num_comm_sms"]
         table.add_row(
-            row["pass"], row["program"], str(c["minibatch_size"]), str(c["macrobatch_size"]),
+            row["pass"], row["program"] + ", push" * row["push"], str(c["minibatch_size"]), str(c["macrobatch_size"]),
             str(comm), f"{row['ms']:.3f}", f"{row['kernel_ms']:.3f}", f"{row['tflops']:.0f}",
             row["bound"],
         )  # fmt: skip

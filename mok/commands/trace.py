@@ -113,6 +113,11 @@ def _of_a_call(args: argparse.Namespace, places: set[str]) -> list[Any]:
             "only the simulator has upstream's program", f"--program {args.program}",
             "Add simulator to --on",
         )  # fmt: skip
+    if args.push and (runs or args.program == "upstream"):
+        raise MokError(
+            "--push is of our program, and of the simulator alone",
+            f"--on {' '.join(sorted(places))}, --program {args.program}",
+        )
     if "emulator" in places:
         # All of them on a GPU of that size, so that SM stands beside SM.
         machine = dataclasses.replace(machine, num_sms=args.emulated_sms)

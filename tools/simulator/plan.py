@@ -61,9 +61,10 @@ class Search:
         precision: Precision = "bf16",
         routing: Routing | None = None,
         virtual: bool = False,
+        push: bool = False,
     ) -> None:
         self.shape, self.machine, self.routing = shape, machine, routing
-        self.precision, self.virtual = precision, virtual
+        self.precision, self.virtual, self.push = precision, virtual, push
         self.tile = tile_rows(machine.arch)
         self.known: dict[tuple[Config, Direction], Result] = {}
         self.gains: dict[Direction, float] = {}  # the clock of the last call
@@ -76,6 +77,7 @@ class Search:
             scenario = Scenario(
                 self.shape, config, self.machine, direction, self.precision, "ours",
                 routing=self.routing, virtual=self.virtual, save_context=direction == "forward",
+                push=self.push,
             )  # fmt: skip
             self.known[key] = simulate(scenario, start_gain=self.gains.get(direction, 1.0))
             self.gains[direction] = self.known[key].scenario.machine.gain
@@ -214,16 +216,19 @@ def plan(
     rounds: int = 2,
     virtual: bool = False,
     report: Callable[[str], Any] = lambda text: None,
+    push: bool = False,
 ) -> Plan:
     """Find tunables for a forward and a backward call of ``shape`` on ``machine``.
+
+    ``push``: for a forward kernel whose down sends its rows itself.
 
     Raises:
         MokError: the scenario is impossible, such as no token at all.
     """
     if shape.num_tokens < 1:
         raise MokError("a plan needs at least one token", shape.num_tokens)
-    search = Search(shape, machine, precision, routing, virtual)
-    start = search.trial(Config.suggest(shape, machine, precision))
+    search = Search(shape, machine, precision, routing, virtual, push)
+    start = search.trial(Config.suggest(shape, machine, precision, push))
     best = search.descend(start.config, rounds, report)
     sensitivity = search.sensitivity(best.config)
     needed = memory(shape, best.config, machine.arch, precision)

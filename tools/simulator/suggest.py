@@ -48,9 +48,17 @@ def machine_for(arch: str, num_sms: int) -> Machine | None:
 
 
 def with_comm_sms(
-    config: Config, shape: Shape, arch: str, num_sms: int, precision: str = "bf16"
+    config: Config,
+    shape: Shape,
+    arch: str,
+    num_sms: int,
+    precision: str = "bf16",
+    push: bool = False,
 ) -> Config:
-    """``config`` with the comm SMs that the model finds best; itself where they do not matter."""
+    """``config`` with the comm SMs that the model finds best; itself where they do not matter.
+
+    ``push``: for a forward kernel whose down sends its rows itself.
+    """
     moves = shape.ep_size > 1 or precision == "mxfp8"
     if not moves or shape.num_tokens == 0 or (arch, num_sms) not in KNOWN:
         return config
@@ -59,12 +67,14 @@ def with_comm_sms(
     experts = -(-shape.max_local_experts * tokens // shape.num_tokens)
     small = dataclasses.replace(shape, num_tokens=tokens, num_experts=shape.ep_size * experts)
     start = dataclasses.replace(config, macrobatch_size=rows)
-    forward, backward = _best(start, small, arch, num_sms, precision)
+    forward, backward = _best(start, small, arch, num_sms, precision, push)
     return dataclasses.replace(config, fwd_num_comm_sms=forward, bwd_num_comm_sms=backward)
 
 
 @lru_cache(maxsize=256)
-def _best(start: Config, shape: Shape, arch: str, num_sms: int, precision: str) -> tuple[int, ...]:
+def _best(
+    start: Config, shape: Shape, arch: str, num_sms: int, precision: str, push: bool
+) -> tuple[int, ...]:
     machine = machine_for(arch, num_sms)
     assert machine is not None
     routing = balanced(shape)
@@ -76,7 +86,7 @@ def _best(start: Config, shape: Shape, arch: str, num_sms: int, precision: str) 
         config = dataclasses.replace(start, **changes)  # type: ignore[arg-type]
         scenario = Scenario(
             shape, config, machine, direction, precision, routing=routing,  # type: ignore[arg-type]
-            save_context=direction == "forward",
+            save_context=direction == "forward", push=push,
         )  # fmt: skip
         found = simulate(scenario, start_gain=gains.get(direction, 1.0))
         gains[direction] = found.scenario.machine.gain
