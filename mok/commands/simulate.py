@@ -128,9 +128,9 @@ def show(document: dict[str, Any], console: Console) -> None:
         c = row["config"]
         comm = c["bwd_num_comm_sms" if row["pass"] == "backward" else "fwd_num_comm_sms"]
         table.add_row(
-            row["pass"], row["program"] + ", push" * row["push"], str(c["minibatch_size"]), str(c["macrobatch_size"]),
-            str(comm), f"{row['ms']:.3f}", f"{row['kernel_ms']:.3f}", f"{row['tflops']:.0f}",
-            row["bound"],
+            row["pass"], row["program"] + ", push" * row["push"], str(c["minibatch_size"]),
+            str(c["macrobatch_size"]), str(comm), f"{row['ms']:.3f}", f"{row['kernel_ms']:.3f}",
+            f"{row['tflops']:.0f}", row["bound"],
         )  # fmt: skip
     console.print(table)
     row = d["rows"][0]

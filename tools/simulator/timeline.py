@@ -31,7 +31,7 @@ def timeline(result: Result) -> Trace:
             events.append(Event(name, "compute", sm + cta, begin, end, minibatch, number))
     s = result.scenario
     source = (
-        f"simulator: {s.program}{' with push' * s.pushes}, {s.direction} on {s.machine.name}, EP {s.shape.ep_size}, "
-        f"minibatch {s.config.minibatch_size}"
+        f"simulator: {s.program}{' with push' * s.pushes}, {s.direction} on {s.machine.name}, "
+        f"EP {s.shape.ep_size}, minibatch {s.config.minibatch_size}"
     )
     return Trace(source, events, notes={"ms": result.ms, "rank": result.rank})

@@ -115,6 +115,7 @@ def scenarios(draw):
         virtual=draw(st.booleans()),
         save_context=draw(st.booleans()),
         switches=switches if upstream else Switches(),
+        push=not upstream and draw(st.booleans()),
     )
 
 
