@@ -69,7 +69,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         return
     d = document
     shape = ", ".join(f"{name} {value}" for name, value in d["shape"].items() if value is not None)
-    push = ", results pushed in forward" if d["push"] else ""
+    push = scenarios.PUSHED if d["push"] else ""
     console.print(f"{d['machine_title']}\n{shape}, {d['precision']}, {d['routing']} routing{push}\n",
                   highlight=False, soft_wrap=True)  # fmt: skip
     table = Table(title=f"Tunables, after {d['simulated']} simulations", title_justify="left")

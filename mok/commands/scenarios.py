@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mok.tools.simulator.scenario import Scenario
 
 PASSES = ("forward", "backward", "recompute")
+PUSHED = ", results pushed in our forward"
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:

@@ -118,7 +118,8 @@ def show(document: dict[str, Any], console: Console) -> None:
         return
     d = document
     shape = ", ".join(f"{name} {value}" for name, value in d["shape"].items() if value is not None)
-    console.print(f"{d['machine_title']}\n{shape}, {d['precision']}, {d['routing']} routing\n",
+    push = scenarios.PUSHED if any(row["push"] for row in d["rows"]) else ""
+    console.print(f"{d['machine_title']}\n{shape}, {d['precision']}, {d['routing']} routing{push}\n",
                   highlight=False, soft_wrap=True)  # fmt: skip
     table = Table(title="Predicted", title_justify="left")
     for column in ("pass", "program", "minibatch", "ring", "comm SMs", "ms", "kernel", "TFLOP/s"):
@@ -128,9 +129,9 @@ def show(document: dict[str, Any], console: Console) -> None:
         c = row["config"]
         comm = c["bwd_num_comm_sms" if row["pass"] == "backward" else "fwd_num_comm_sms"]
         table.add_row(
-            row["pass"], row["program"] + ", push" * row["push"], str(c["minibatch_size"]),
-            str(c["macrobatch_size"]), str(comm), f"{row['ms']:.3f}", f"{row['kernel_ms']:.3f}",
-            f"{row['tflops']:.0f}", row["bound"],
+            row["pass"], row["program"], str(c["minibatch_size"]), str(c["macrobatch_size"]),
+            str(comm), f"{row['ms']:.3f}", f"{row['kernel_ms']:.3f}", f"{row['tflops']:.0f}",
+            row["bound"],
         )  # fmt: skip
     console.print(table)
     row = d["rows"][0]

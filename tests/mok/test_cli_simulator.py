@@ -74,6 +74,7 @@ def test_recorded_ids_are_simulated(capsys, tmp_path):
         (["--shape", "8,100,64,4,2"], "ShapeError", "multiple of 64"),
         (["--routing", "odd"], "MokError", "balanced"),
         (["--program", "upstream"], "MokError", "Blackwell"),
+        (["--program", "upstream", "--push"], "MokError", "of our program"),
         (["--pass", "up"], "MokError", "pass must be"),
         (["--comm-sms", "200"], "ResourceError", "usable SMs"),
         (["--minibatch", "100"], "ShapeError", "multiple of 128"),
@@ -118,6 +119,40 @@ def test_trace_writes_files(capsys, tmp_path):
     assert (tmp_path / "run.svg").stat().st_size > 1000
     assert [t["lost"] for t in found["traces"]] == [0, 0]
     assert found["traces"][0]["sm_ms_by_kind"]["up"] > 0
+
+
+def test_push_is_named_wherever_it_is_simulated(capsys, tmp_path):
+    """Ours alone has it, and of ours forward alone."""
+    argv = ("--machine", "gb300", *SMALL, "--program", "both", "--comm-sms", "8")
+    rows = {}
+    for push in ((), ("--push",)):
+        code, found = document(capsys, "simulate", *argv, "--pass", "all", "--gains", *push)
+        assert code == 0
+        rows[push] = {(r["pass"], r["program"]): r for r in found["rows"]}
+    plain, pushed = rows.values()
+    assert [key for key, row in pushed.items() if row["push"]] == [("forward", "ours")]
+    assert not any(row["push"] for row in plain.values())
+    assert {key for key in plain if plain[key] != pushed[key]} == {("forward", "ours")}
+    assert pushed["forward", "ours"]["items"] < plain["forward", "ours"]["items"]
+    assert "results pushed in our forward" in text(capsys, "simulate", *argv, "--push")
+    assert "push" not in text(capsys, "simulate", *argv)
+    out = ("--out", str(tmp_path / "run"), "--picture", "none")
+    code, found = document(capsys, "trace", *argv, "--push", *out)
+    ours, theirs = (t["source"] for t in found["traces"])
+    assert ours.startswith("simulator: ours with push, forward") and "push" not in theirs
+    assert "combine" not in found["traces"][0]["sm_ms_by_kind"]
+
+
+def test_plan_with_push(capsys):
+    argv = ("plan", "--machine", "h200", *SMALL, "--routing", "balanced", "--rounds", "0")
+    (_, plain), (code, pushed) = document(capsys, *argv), document(capsys, *argv, "--push")
+    assert code == 0 and pushed["push"] and not plain["push"]
+    times = [{row["name"]: row for row in found["rows"]} for found in (plain, pushed)]
+    before, after = (t["Config.suggest"] for t in times)
+    assert after["forward"]["items"] < before["forward"]["items"]
+    assert after["backward"] == before["backward"]
+    assert "results pushed in our forward" in text(capsys, *argv, "--push")
+    assert "pushed" not in text(capsys, *argv)
 
 
 def test_trace_lays_records_beside_the_simulation(capsys, tmp_path):
@@ -206,6 +241,8 @@ def test_what_cannot_be_traced_is_named(capsys, argv, rule):
     [
         (["--pass", "all"], "a timeline is of one pass"),
         (["--on", "emulator", "--precision", "mxfp8"], "traced in bf16"),
+        (["--on", "emulator", "--push"], "of the simulator alone"),
+        (["--program", "upstream", "--machine", "gb300", "--push"], "of our program"),
         (["--on", "emulator", "--program", "upstream"], "only the simulator"),
         (["--on", "emulator", "--routing", "IDS"], r"must be \[EP, T, K\] = \[4, 512, 2\]"),
         (["--out", "."], "--out must be a file name"),
