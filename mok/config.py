@@ -305,8 +305,8 @@ class Config:
                 and ``num_sms``. Only a real GPU has tuned results, and those of BF16 only.
             precision: of the routed experts. In MXFP8 rows pass the ring at EP = 1, too, and quantising
                 takes comm SMs' time.
-            push: for a forward kernel that sends its results itself (``ForwardKernel``), which needs fewer
-                comm SMs. Nothing tuned is used, since that was tuned without.
+            push: for kernels whose tasks send their results themselves, which need fewer comm SMs. Nothing
+                tuned is used, since that was tuned without.
 
         Raises:
             DeviceError: the device is no GPU, or an unsupported one.

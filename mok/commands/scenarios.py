@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mok.tools.simulator.scenario import Scenario
 
 PASSES = ("forward", "backward", "recompute")
-PUSHED = ", results pushed in our forward"
+PUSHED = ", results pushed by tasks of ours"
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--virtual", action="store_true", help="all ranks on one GPU, in turn")
     parser.add_argument(
         "--push", action="store_true",
-        help="our forward kernel sends results from shared memory itself: comm SMs only dispatch",
+        help="tasks of our kernels send their results themselves: comm SMs only dispatch",
     )  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def test_trace_writes_files(capsys, tmp_path):
 
 
 def test_push_is_named_wherever_it_is_simulated(capsys, tmp_path):
-    """Ours alone has it, and of ours forward alone."""
+    """Ours alone has it, where there is a combine."""
     argv = ("--machine", "gb300", *SMALL, "--program", "both", "--comm-sms", "8")
     rows = {}
     for push in ((), ("--push",)):
@@ -130,11 +130,12 @@ def test_push_is_named_wherever_it_is_simulated(capsys, tmp_path):
         assert code == 0
         rows[push] = {(r["pass"], r["program"]): r for r in found["rows"]}
     plain, pushed = rows.values()
-    assert [key for key, row in pushed.items() if row["push"]] == [("forward", "ours")]
+    mine = {("forward", "ours"), ("backward", "ours")}
+    assert {key for key, row in pushed.items() if row["push"]} == mine
     assert not any(row["push"] for row in plain.values())
-    assert {key for key in plain if plain[key] != pushed[key]} == {("forward", "ours")}
-    assert pushed["forward", "ours"]["items"] < plain["forward", "ours"]["items"]
-    assert "results pushed in our forward" in text(capsys, "simulate", *argv, "--push")
+    assert {key for key in plain if plain[key] != pushed[key]} == mine
+    assert all(pushed[key]["items"] < plain[key]["items"] for key in mine)
+    assert "results pushed by tasks of ours" in text(capsys, "simulate", *argv, "--push")
     assert "push" not in text(capsys, "simulate", *argv)
     out = ("--out", str(tmp_path / "run"), "--picture", "none")
     code, found = document(capsys, "trace", *argv, "--push", *out)
@@ -149,9 +150,9 @@ def test_plan_with_push(capsys):
     assert code == 0 and pushed["push"] and not plain["push"]
     times = [{row["name"]: row for row in found["rows"]} for found in (plain, pushed)]
     before, after = (t["Config.suggest"] for t in times)
-    assert after["forward"]["items"] < before["forward"]["items"]
-    assert after["backward"] == before["backward"]
-    assert "results pushed in our forward" in text(capsys, *argv, "--push")
+    for name in ("forward", "backward"):
+        assert after[name]["items"] < before[name]["items"]
+    assert "results pushed by tasks of ours" in text(capsys, *argv, "--push")
     assert "pushed" not in text(capsys, *argv)
 
 

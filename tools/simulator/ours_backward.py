@@ -11,9 +11,10 @@ from mok.kernels_cute.backward import program as bw
 from mok.tools.simulator.load import RankLoad, spread
 from mok.tools.simulator.scenario import Scenario
 from mok.tools.simulator.tilecost import Costs
-from mok.tools.simulator.work import Counters, Ids, NumpyOps, Tasks, Work, no_items
+from mok.tools.simulator.work import Counters, Ids, NumpyOps, Sent, Tasks, Work, no_items
 
 Array = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 KINDS = (
     "end", "replay", "dgrad down", "dgrad up", "wgrad down", "wgrad gate", "wgrad up", "",
@@ -58,6 +59,7 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
     decoder = bw.Backward(**arguments, ops=NumpyOps)
     plan = bw.make_plan(p, load.blocks_of_expert.tolist())
     ring = not scenario.direct
+    combines = ring and not scenario.pushes  # results pass the ring of dx and comm workers
     tasks = _decode(p, decoder, plan)
 
     counters = Counters()
@@ -67,8 +69,8 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
     replayed = max(0, p.blocks - p.ring_blocks)
     arrivals = blocks_in * p.items_per_block if ring else blocks_in * 0
     dispatch = counters.add("rows", arrivals)
-    push = counters.add("slot pushed", arrivals)
-    dx = counters.add("results", blocks_in * p.n_dx if ring else blocks_in * 0)
+    push = counters.add("slot pushed", arrivals if combines else blocks_in * 0)
+    dx = counters.add("results", blocks_in * p.n_dx if combines else blocks_in * 0)
     free = counters.add("slot free", blocks_in * p.n_dx + overlaps * p.group_tasks)
     replay = counters.add("replay", [0] * (p.blocks - replayed) + [p.n_up] * replayed)
     ddown = counters.add("d hidden", [p.n_ddown] * p.blocks)
@@ -105,11 +107,11 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
             elif kind == bw.DDOWN:
                 wait: Ids = (dispatch + s,) if ring else ()
                 if back:
-                    wait += (replay + block,) + ((push + before,) if ring else ())
+                    wait += (replay + block,) + ((push + before,) if combines else ())
                 found = (wait, (ddown + block, rows_done + int(group_of_block[block])), ())
             elif kind == bw.DX:
-                wait = (ddown + block,) + ((push + before,) if back and ring else ())
-                found = (wait, (dx + s,) if ring else (), (free + s,))
+                wait = (ddown + block,) + ((push + before,) if back and combines else ())
+                found = (wait, (dx + s,) if combines else (), (free + s,))
             elif kind <= bw.WUP:
                 earlier = plan.groups[g][3]
                 wait = (rows_done + g,) + ((group + g - 1,) if earlier else ())
@@ -125,7 +127,7 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         signals.append(found[1])
         early.append(found[2])
 
-    busy, tail, hbm = _costs(scenario, load, costs, p, plan, tasks)
+    busy, tail, hbm, sent = _costs(scenario, load, costs, p, plan, tasks)
     routed = tasks.kind < bw.SHARED
     out = Tasks(
         KINDS,
@@ -139,10 +141,11 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         early,
         np.where(routed, tasks.minibatch, -1).tolist(),
         tasks.group.tolist(),
+        sent=sent,
     )
     items = no_items()
     if ring:
-        kinds, rows = _items(p, plan)
+        kinds, rows = _items(p, plan, combines)
         pull = kinds == bw.DISPATCH
         minibatch = rows // (p.mb_blocks * costs.tile.m)
         before = minibatch - p.ring_mbs
@@ -185,10 +188,11 @@ def _decode(p: bw.Backward, decoder: bw.Backward, plan: bw.Plan) -> _Decoded:
     return whole(parts)
 
 
-def _items(p: bw.Backward, plan: bw.Plan) -> tuple[Array, Array]:
-    """Kind and first row of every item."""
-    kinds, blocks = [np.full(p.first_blocks, bw.DISPATCH)], [np.arange(p.first_blocks)]
-    for s in range(p.minibatches):
+def _items(p: bw.Backward, plan: bw.Plan, combines: bool) -> tuple[Array, Array]:
+    """Kind and first row of every item; without ``combines`` there are only dispatches, block by block."""
+    first = p.first_blocks if combines else p.blocks
+    kinds, blocks = [np.full(first, bw.DISPATCH)], [np.arange(first)]
+    for s in range(p.minibatches if combines else 0):
         base, end = plan.tables[bw.ITEM_BASE][s : s + 2]
         here = p.blocks_in(s)
         pushes = s * p.mb_blocks + np.arange(here)
@@ -205,7 +209,7 @@ def _items(p: bw.Backward, plan: bw.Plan) -> tuple[Array, Array]:
 
 def _costs(
     scenario: Scenario, load: RankLoad, costs: Costs, p: bw.Backward, plan: bw.Plan, d: _Decoded
-) -> tuple[NDArray[np.float64], ...]:
+) -> tuple[Floats, Floats, Floats, list[Sent]]:
     shape, table, tile = scenario.shape, costs.table, costs.tile
     h, i = shape.hidden_size, shape.intermediate_size
     shared_i = shape.shared_intermediate_size or 0
@@ -242,4 +246,11 @@ def _costs(
     hbm = costs.operand_bytes(depth, np.minimum(sharing, tile.group_m), n_tiles, precise)
     outputs = np.select([step == bw.REPLAY, step == bw.DDOWN], [2 * tile.up_n, 5 * tile.down_n],
                         tile.down_n)  # fmt: skip
-    return busy, tail, hbm + 2.0 * tile.m * outputs
+    results = 2.0 * tile.m * outputs
+    sent: list[Sent] = []
+    if scenario.pushes:
+        # As in forward. The router-weight gradients, which the store warp adds up, cost nothing here.
+        pushed = d.kind == bw.DX
+        payload, least, sent = costs.sends(pushed, d.block, d.n, load)
+        results, tail = np.where(pushed, payload, results), np.maximum(tail, least)
+    return busy, tail, hbm + results, sent

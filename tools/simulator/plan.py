@@ -220,7 +220,7 @@ def plan(
 ) -> Plan:
     """Find tunables for a forward and a backward call of ``shape`` on ``machine``.
 
-    ``push``: for a forward kernel whose down sends its rows itself.
+    ``push``: for kernels whose tasks send their rows themselves.
 
     Raises:
         MokError: the scenario is impossible, such as no token at all.

@@ -50,7 +50,7 @@ class Scenario:
         switches: only for the upstream program.
         overrides: other values for constants of the program's calibration, by name.
         pairs: whether Hopper's CTAs work in pairs; None: where our launch takes that build.
-        push: our program with ``kernels_cute.push``; ``pushes`` tells where that is another program.
+        push: our program with ``kernels_cute.push``, where it exists (``pushes``).
 
     Raises MokError and its kinds where the parts do not fit each other.
     """
@@ -105,8 +105,8 @@ class Scenario:
 
     @property
     def pushes(self) -> bool:
-        """Down sends its rows itself. Only forward does, and where rows pass the ring."""
-        return self.push and self.direction == "forward" and not self.direct
+        """Down, in backward dgrad gate+up, sends its rows itself. Where rows pass the ring."""
+        return self.push and self.direction != "recompute" and not self.direct
 
     @property
     def comm_sms(self) -> int:

@@ -57,7 +57,7 @@ def with_comm_sms(
 ) -> Config:
     """``config`` with the comm SMs that the model finds best; itself where they do not matter.
 
-    ``push``: for a forward kernel whose down sends its rows itself.
+    ``push``: for kernels whose tasks send their rows themselves.
     """
     moves = shape.ep_size > 1 or precision == "mxfp8"
     if not moves or shape.num_tokens == 0 or (arch, num_sms) not in KNOWN:

@@ -225,18 +225,19 @@ class Costs:
         return np.where(pull, towards, back), np.where(pull, back, towards), net
 
     def sends(
-        self, down: NDArray[np.bool_], block: Array, n: Array, load: RankLoad
+        self, pushed: NDArray[np.bool_], block: Array, n: Array, load: RankLoad
     ) -> tuple[Floats, Floats, list[Sent]]:
-        """Of tasks that push their rows where ``down``: payload in bytes, the least seconds that a CTA
+        """Of tasks that push their rows where ``pushed``: payload in bytes, the least seconds that a CTA
         needs for them, and the bytes on the ports.
         """
-        real = load.real_rows(np.where(down, block, 0) * self.tile.m, self.tile.m)
-        columns = np.minimum(self.tile.down_n, self.hidden - n * self.tile.down_n)
-        payload = np.where(down, 2.0 * real * columns, 0.0)
+        at = np.flatnonzero(pushed)
+        columns = np.minimum(self.tile.down_n, self.hidden - n[at] * self.tile.down_n)
+        payload = np.zeros(len(pushed))
+        payload[at] = 2.0 * columns * load.real_rows(block[at] * self.tile.m, self.tile.m)
         rate = self.machine["sm_push_bytes_per_s"]
         if load.local == 1.0:
             rate = self.machine["sm_bytes_per_s"] / 2
-        wires = self.wires(np.zeros_like(down), payload, load)
+        wires = self.wires(np.zeros_like(pushed), payload, load)
         sent = list(zip(*(amount.tolist() for amount in wires), strict=True))
         return payload, payload / (rate * self.cluster), sent
 
