@@ -118,6 +118,18 @@ class ForwardRoles(PushRole, MegaKernel):
     """Base of ``ForwardKernel``."""
 
     entry = Entry
+    pushes = DOWN
+
+    def push_slots(self, ctx):
+        """The combine slots."""
+        return ctx.buffers.slots_heap
+
+    def staged_chunks(self, entry) -> Int32:
+        """Of gate+up, and of the shared expert's tasks."""
+        is_up = (entry.kind == UP) | (entry.kind == SHARED_UP)
+        up_chunks = self.tile.up_n // CHUNK_N * (3 if self.save_context else 1)
+        other = sync.select(entry.kind == SHARED_DOWN, Int32(self.tile.down_n // CHUNK_N), Int32(0))
+        return sync.select(is_up, Int32(up_chunks), other)
 
     def program(self, ctx) -> program.Forward:
         """The task program; each role that needs it makes its own, so that no other role keeps its numbers.

@@ -1,9 +1,9 @@
-"""Down's results on their way from shared memory to their routes' slots, past ring and comm workers (Hopper).
+"""Results on their way from shared memory to their routes' slots, past ring and comm workers (Hopper).
 
-Two warps, which the ring leaves idle, read the staging buffers beside the store warp: of a down task each writes
-its 64 rows, 128 bytes of a row at a time, to the slots on the tokens' own ranks. Nobody reads these before the
-next device barrier, so a task is signalled as soon as it is computed: that only says that its inputs' slots in the
-ring are free.
+Two warps, which the ring leaves idle, read the staging buffers beside the store warp: of a task of kind ``pushes`` each
+writes its 64 rows, 128 bytes of a row at a time, to the slots on the tokens' own ranks. Nobody reads these before
+the next device barrier, so a task is signalled as soon as it is computed: that only says that its inputs' slots in
+the ring are free.
 """
 
 import cutlass
@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, Int64
 from . import ptx
 from .comm import row_address
 from .machine import CHUNK_N
-from .program import DOWN, END, SHARED_DOWN, SHARED_UP, UP
+from .program import END
 from .queue import next_slot
 from .sync import advance, select_i64
 
@@ -23,34 +23,40 @@ AT_ONCE = 8  # 16-byte pieces of a lane in registers
 
 
 class PushRole:
-    """Mixed into ``ForwardRoles``."""
+    """Mixed into kernels, which say what they push and what else is staged."""
+
+    pushes: int  # the kind of task whose rows are pushed: tiles of ``tile.down_n`` columns of H
+
+    def push_slots(self, ctx) -> Int64:
+        """Rank 0's address of the slots, bf16 [max tokens * K, H] on every rank."""
+        raise NotImplementedError
+
+    def staged_chunks(self, entry) -> Int32:
+        """Staging buffers that a task of another kind fills; 0 for ``END``."""
+        raise NotImplementedError
 
     @cute.jit
     def push_role(self, ctx, shared):
-        """Send down's rows; keep step with the buffers of all other tasks."""
+        """Send the rows of ``pushes``; keep step with the buffers of all other tasks."""
         staging, stores, queue = self.staging, shared.stores, shared.queue
-        up_chunks = self.tile.up_n // CHUNK_N * (3 if self.save_context else 1)
-        down_chunks = self.tile.down_n // CHUNK_N
         first = (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_PUSH_WARP) * ROWS
         slot, slot_phase = Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
-        kind = Int32(SHARED_UP)
+        kind = Int32(END + 1)
         while kind != END:
-            entry = queue.get(slot, slot_phase)
+            entry = queue.get(slot, slot_phase, self.entry)
             slot, slot_phase = next_slot(slot, slot_phase)
             kind = entry.kind
-            if kind == DOWN:
+            if kind == self.pushes:
                 chunk, phase = self.push_tile(ctx, shared, entry, first, chunk, phase)
-            elif kind == UP or kind == SHARED_UP:
-                chunk, phase = staging.pass_tile(stores, up_chunks, chunk, phase)
-            elif kind == SHARED_DOWN:
-                chunk, phase = staging.pass_tile(stores, down_chunks, chunk, phase)
+            else:
+                chunk, phase = staging.pass_tile(stores, self.staged_chunks(entry), chunk, phase)
         # In the slots before the kernel ends, whatever its end may promise about peers' memory.
         cute.arch.fence_acq_rel_sys()
 
     @cute.jit
     def push_tile(self, ctx, shared, entry, first, chunk, phase):
-        """Rows ``first … first+64`` of a down task to their slots; padding and what lies beyond H are not written."""
+        """Rows ``first … first+64`` of a task to their slots; padding and what lies beyond H are not written."""
         rows, stores = ctx.schedule.rows, shared.stores
         lane = cute.arch.lane_idx()
         # Lane l knows where rows l and l+32 go, 0 for nowhere.
@@ -61,7 +67,7 @@ class PushRole:
         bases = [
             select_i64(
                 peers[i] >= 0,
-                row_address(rows, peers[i], routes[i], ctx.buffers.slots_heap) + begin,
+                row_address(rows, peers[i], routes[i], self.push_slots(ctx)) + begin,
                 Int64(0),
             )
             for i in range(2)

@@ -91,16 +91,17 @@ class CommRoles(MegaKernel):
         at = index // per_block
         within = index - at * per_block
         item = prog.first_item(at, within)
-        if at >= prog.first_blocks:
-            bases = schedule.tables + ITEM_BASE * sizes.table_stride
-            while at >= cute.arch.load(bases + minibatch + 1, Int32):
-                minibatch += 1
-            free = cute.arch.load(
-                schedule.tables + FREE_BASE * sizes.table_stride + minibatch, Int32
-            )
-            item = prog.item_in(
-                minibatch, at - cute.arch.load(bases + minibatch, Int32), within, free
-            )
+        if cutlass.const_expr(not self.push):  # or there are no others
+            if at >= prog.first_blocks:
+                bases = schedule.tables + ITEM_BASE * sizes.table_stride
+                while at >= cute.arch.load(bases + minibatch + 1, Int32):
+                    minibatch += 1
+                free = cute.arch.load(
+                    schedule.tables + FREE_BASE * sizes.table_stride + minibatch, Int32
+                )
+                item = prog.item_in(
+                    minibatch, at - cute.arch.load(bases + minibatch, Int32), within, free
+                )
         return item, minibatch
 
     @cute.jit

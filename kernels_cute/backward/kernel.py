@@ -60,6 +60,8 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         pair: clusters of two CTAs that share B, on Hopper. Changes no bit.
         limited: clamp at ``swiglu_limit``; without, it is taken as infinite.
         carry, comm_m, overlap: as ``ForwardKernel``'s. Change no bit.
+        push: dgrad gate+up's tiles go from shared memory straight to their routes' slots, and comm workers only bring
+            rows in (``push``). Where that does not exist, direct or not on Hopper, it is off. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -83,6 +85,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         carry: bool | None = None,
         comm_m: int = 64,
         overlap: bool = False,
+        push: bool = False,
     ):
         if wire and not mxfp8:
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
@@ -97,8 +100,9 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
         # With block scales a stage is larger; there all three must have been read.
         store_stages = 2 if hopper else 3 if mxfp8 else 4
         super().__init__(
-            arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, pair, carry, overlap
-        )
+            arch, direct, TILE_N, stages, scheduling, mxfp8, store_stages, pair, carry, overlap,
+            push and not direct and hopper,
+        )  # fmt: skip
         if self.scaled:
             # They, not the store warp, read what dgrad down of routed experts stages.
             self.quantises = True
@@ -133,6 +137,7 @@ class BackwardKernel(LoadRoles, ScaledRoles, ResultRoles, StoreRoles, CommRoles)
             macrobatch=sizes.macrobatch,
             tile=self.tile,
             ops=DSL,
+            push=self.push,
         )
 
     def over_rows(self, side: str, address, rows, columns, batch=None):

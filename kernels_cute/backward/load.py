@@ -151,7 +151,7 @@ class LoadRoles(MegaKernel):
                 self.wait_on(
                     ctx, counters.replay, entry.block, prog.replay_target(), "replay", entry
                 )
-            if cutlass.const_expr(not self.direct):
+            if cutlass.const_expr(not self.direct and not self.push):
                 if kind == DDOWN or kind == DX:
                     self.wait_on(
                         ctx, counters.push, previous, prog.dispatch_target(previous),

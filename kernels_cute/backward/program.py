@@ -13,6 +13,8 @@ Backward ascends: macrobatch 0 uses what forward saved, each later one is replay
         dispatch(next slots)    ring only: into each slot that has become free with these groups
     weight gradients of experts without rows (zeros).
 
+With ``push``, dgrad gate+up itself sends its rows to their slots: there is no push, and nobody waits for one.
+
 With ``ahead``, that many of the tasks in front of dgrad gate+up(s + 1) come before dgrad gate+up(s), as in forward,
 where the slot of s + 1 is free before s: an expert as large as the ring frees all its slots at once, behind it.
 
@@ -82,6 +84,7 @@ class Backward(Invariant):
     Args:
         experts: El, this rank's experts.
         ahead: tasks of the next minibatch that go before a minibatch's dgrad gate+up.
+        push: dgrad gate+up sends its rows itself; comm items are dispatches alone.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class Backward(Invariant):
         tile: Tile,
         ops: Any = PY,
         ahead: Int = 0,
+        push: bool = False,
     ):
         self.tile = tile
+        self.push = push
         self.ops = ops
         self.ahead = ahead
         self.experts = experts
@@ -249,13 +254,13 @@ class Backward(Invariant):
 
     @property
     def items(self) -> Int:
-        """Every block is dispatched once and pushed once."""
-        return 2 * self.blocks * self.items_per_block
+        """Every block is dispatched once and, unless its tasks do that, pushed once."""
+        return (1 if self.push else 2) * self.blocks * self.items_per_block
 
     @property
     def first_blocks(self) -> Int:
-        """Blocks of macrobatch 0, whose dispatch comes first."""
-        return self.ops.minimum(self.blocks, self.ring_blocks)
+        """Blocks that are dispatched before the first push: macrobatch 0; all of them, where there are no pushes."""
+        return self.blocks if self.push else self.ops.minimum(self.blocks, self.ring_blocks)
 
     def item_in(self, minibatch: Int, offset: Int, within: Int, free_base: Int) -> Item:
         """Comm block ``offset`` of ``minibatch``: its pushes, then dispatches into freed slots.
@@ -271,7 +276,7 @@ class Backward(Invariant):
         return self._item(select(is_push, PUSH + zero, DISPATCH + zero), block, within)
 
     def first_item(self, block: Int, within: Int) -> Item:
-        """A dispatch of macrobatch 0."""
+        """The dispatch of one of ``first_blocks``."""
         return self._item(DISPATCH + 0 * block, block, within)
 
     def _item(self, kind: Int, block: Int, within: Int) -> Item:

@@ -6,13 +6,13 @@ from cutlass import Int32
 
 from .. import sync
 from ..gemm.operands import view
-from ..megakernel import MegaKernel
 from ..queue import next_slot
 from .program import DDOWN, DX, END, REPLAY, SHARED, WDOWN, WGATE
+from .push import PushRoles
 from .scaled import RESULTS
 
 
-class StoreRoles(MegaKernel):
+class StoreRoles(PushRoles):
     """Base of ``BackwardKernel``."""
 
     @cute.jit
@@ -53,11 +53,18 @@ class StoreRoles(MegaKernel):
                     )
                     staging.signal(counters.ddown + entry.block)
             elif kind == DX:
-                block = rows if cutlass.const_expr(self.direct) else ring_rows
-                chunk, phase = staging.store_tile(
-                    stores, self.to(shared, targets.dx), block, n, self.chunks, zero, chunk, phase
-                )
-                staging.signal(counters.dx + entry.minibatch)
+                if cutlass.const_expr(self.push):
+                    chunk, phase = staging.pass_tile(stores, self.chunks, chunk, phase)
+                    if n == 0:
+                        self.push_router_grads(ctx, entry)
+                    cute.arch.sync_warp()
+                else:
+                    block = rows if cutlass.const_expr(self.direct) else ring_rows
+                    chunk, phase = staging.store_tile(
+                        stores, self.to(shared, targets.dx), block, n, self.chunks, zero,
+                        chunk, phase,
+                    )  # fmt: skip
+                    staging.signal(counters.dx + entry.minibatch)
                 if cute.arch.lane_idx() == 0:
                     sync.arrive(counters.free + entry.minibatch)
             elif kind == SHARED + DDOWN:
@@ -97,6 +104,8 @@ class StoreRoles(MegaKernel):
                 if kind == DDOWN or kind == SHARED + DDOWN:
                     steps += self.chunk_steps
                 stage = (stage + steps) % self.mainloop.stages
+        if cutlass.const_expr(self.push):
+            cute.arch.fence_acq_rel_sys()  # router-weight gradients, as ``push_role``
 
     def unstaged(self, entry) -> Int32:
         """1 for a weight gradient that the result warps write themselves."""

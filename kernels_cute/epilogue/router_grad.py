@@ -28,3 +28,13 @@ def sum_groups(partials: cute.Pointer, groups: Int32) -> Float32:
     for i in cutlass.range(cute.arch.lane_idx(), groups, 32, unroll=1):
         total = ptx.add_rn(total, cute.arch.load(partials + i, Float32))
     return add_butterfly(total, 32)
+
+
+@cute.jit
+def sum_groups_of_rows(partials: cute.Pointer, groups: Int32, count: cutlass.Constexpr[int]):
+    """``sum_groups`` of ``count`` rows, one behind another in memory, whose loads do not wait for each other."""
+    totals = tuple([Float32(0.0)] * count)
+    for i in cutlass.range(cute.arch.lane_idx(), groups, 32, unroll=1):
+        values = [cute.arch.load(partials + (row * groups + i), Float32) for row in range(count)]
+        totals = tuple([ptx.add_rn(totals[row], values[row]) for row in range(count)])
+    return tuple([add_butterfly(total, 32) for total in totals])
