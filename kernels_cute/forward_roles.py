@@ -124,7 +124,7 @@ class ForwardRoles(PushRole, MegaKernel):
         """The combine slots."""
         return ctx.buffers.slots_heap
 
-    def staged_chunks(self, entry) -> Int32:
+    def passed_chunks(self, entry) -> Int32:
         """Of gate+up, and of the shared expert's tasks."""
         is_up = (entry.kind == UP) | (entry.kind == SHARED_UP)
         up_chunks = self.tile.up_n // CHUNK_N * (3 if self.save_context else 1)

@@ -31,7 +31,7 @@ class PushRole:
         """Rank 0's address of the slots, bf16 [max tokens * K, H] on every rank."""
         raise NotImplementedError
 
-    def staged_chunks(self, entry) -> Int32:
+    def passed_chunks(self, entry) -> Int32:
         """Staging buffers that a task of another kind fills; 0 for ``END``."""
         raise NotImplementedError
 
@@ -50,7 +50,7 @@ class PushRole:
             if kind == self.pushes:
                 chunk, phase = self.push_tile(ctx, shared, entry, first, chunk, phase)
             else:
-                chunk, phase = staging.pass_tile(stores, self.staged_chunks(entry), chunk, phase)
+                chunk, phase = staging.pass_tile(stores, self.passed_chunks(entry), chunk, phase)
         # In the slots before the kernel ends, whatever its end may promise about peers' memory.
         cute.arch.fence_acq_rel_sys()
 

@@ -29,7 +29,7 @@ class PushRoles(PushRole, MegaKernel):
         """The dx slots."""
         return ctx.buffers.dx_heap
 
-    def staged_chunks(self, entry) -> Int32:
+    def passed_chunks(self, entry) -> Int32:
         """All but dgrad down, whose results leave from stages, and weight gradients that do not pass the store warp."""
         kind, step = entry.kind, entry.kind % SHARED
         is_gradient = (step >= WDOWN) & (step <= WUP) & (self.unstaged(entry) == 0)
