@@ -26,6 +26,7 @@ def cases(draw):
         macrobatch=minibatch * draw(st.integers(1, 6)),
         tile=tile,
         ahead=draw(st.integers(0, 12)),
+        push=draw(st.booleans()),
     )
     return p, experts, make_plan(p, experts)
 
@@ -79,7 +80,7 @@ def test_all_work_once(case):
     items = Counter(item(p, plan, i)[:2] for i in range(p.items))
     want = Counter()
     for row in range(0, p.blocks * p.tile.m, p.tile.comm_m):
-        want.update([(pb.DISPATCH, row), (pb.PUSH, row)])
+        want.update([(pb.DISPATCH, row)] if p.push else [(pb.DISPATCH, row), (pb.PUSH, row)])
     assert items == want
 
 
@@ -128,7 +129,7 @@ def test_runs_to_the_end_with_few_workers(case, compute, comm, rng):
                 return free(previous)
             return done["dx", t.minibatch] >= p.dx_target(t.minibatch)
         previous = t.minibatch - p.ring_mbs
-        pushed = previous < 0 or done["push", previous] >= p.dispatch_target(previous)
+        pushed = previous < 0 or p.push or done["push", previous] >= p.dispatch_target(previous)
         arrived = done["dispatch", t.minibatch] >= p.dispatch_target(t.minibatch)
         if t.kind == pb.REPLAY:
             return arrived and free(previous)
