@@ -7,7 +7,7 @@ groups of a row are summed by one warp, lane l taking groups l, l+32, …, then 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from .. import ptx
 
@@ -32,9 +32,15 @@ def sum_groups(partials: cute.Pointer, groups: Int32) -> Float32:
 
 @cute.jit
 def sum_groups_of_rows(partials: cute.Pointer, groups: Int32, count: cutlass.Constexpr[int]):
-    """``sum_groups`` of ``count`` rows, one behind another in memory, whose loads do not wait for each other."""
+    """``sum_groups`` of ``count`` rows, one behind another in memory, whose loads do not wait for each other.
+
+    Lanes without a group add 0, which changes no bit: a sum that began with +0 is not -0.
+    """
     totals = tuple([Float32(0.0)] * count)
-    for i in cutlass.range(cute.arch.lane_idx(), groups, 32, unroll=1):
-        values = [cute.arch.load(partials + (row * groups + i), Float32) for row in range(count)]
+    for first in cutlass.range(0, groups, 32, unroll=1):
+        i = first + cute.arch.lane_idx()
+        begin = partials.toint() + Int64(i * 4)
+        step = Int64(groups * 4)  # bytes of a row
+        values = [ptx.load_if(begin + row * step, i < groups, Float32(0.0)) for row in range(count)]
         totals = tuple([ptx.add_rn(totals[row], values[row]) for row in range(count)])
     return tuple([add_butterfly(total, 32) for total in totals])

@@ -49,7 +49,7 @@ def exact(layer: Layer, *, comm: int = 2, grid: int = 6, **config) -> None:
 @pytest.mark.parametrize("ep_size, seed", [(2, None), (2, 0), (4, 1)])
 def test_gradients(ep_size, seed):
     """A ring that is filled again, whose minibatches are replayed."""
-    exact(Layer(Shape(260, 64, 64, 4, 2, 1, 64), ep_size=ep_size, seed=seed, gated=True))
+    exact(Layer(Shape(260, 64, 64, 4, 2, 1, 64), ep_size=ep_size, seed=seed, gated=True), grid=4)
 
 
 @pytest.mark.emulator
@@ -67,7 +67,8 @@ def test_rings(ep_size, macrobatch, seed):
 def test_routings(kind):
     """Routes to nobody; an expert larger than the ring, whose partial sums go on in the next macrobatch."""
     shape = Shape(150, 64, 64, 3, 3, 1, 64)
-    exact(Layer(shape, kind=kind, ep_size=3, macrobatch=1, lengths=(100, 0, 50), seed=3))
+    layer = Layer(shape, kind=kind, ep_size=3, macrobatch=1, lengths=(100, 0, 50), seed=3)
+    exact(layer, grid=14)  # whoever adds up a block's partials has no part in what frees the slot
 
 
 @pytest.mark.emulator
