@@ -226,7 +226,10 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) or isinstance(value, bool):
                 raise DtypeError(f"{name} must be a number", f"{value!r}")
-            number = value if isinstance(value, int) else float(value)
+            try:
+                number = float(value)
+            except OverflowError:
+                number = math.inf
             if not (math.isfinite(number) and number > 0):
                 raise ShapeError(f"{name} must be positive and finite", value)
             object.__setattr__(self, name, number)
@@ -305,8 +308,8 @@ class Config:
                 and ``num_sms``. Only a real GPU has tuned results, and those of BF16 only.
             precision: of the routed experts. In MXFP8 rows pass the ring at EP = 1, too, and quantising
                 takes comm SMs' time.
-            push: for kernels whose tasks send their results themselves, which need fewer comm SMs. Nothing
-                tuned is used, since that was tuned without.
+            push: for kernels whose tasks send their results themselves, which need fewer comm SMs: an option of
+                Hopper's; elsewhere as if it existed. Nothing tuned is used, since that was tuned without.
 
         Raises:
             DeviceError: the device is no GPU, or an unsupported one.

@@ -10,12 +10,17 @@ from typing import Any
 from mok.errors import DtypeError, ShapeError
 
 
+def is_bool(value: Any) -> bool:
+    """Python's, numpy's or a tensor's bool."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
 def index_of(value: Any) -> int | None:
     """The value as an int; None if it is no whole number."""
     if type(value) is int:
         return value
     try:
-        return None if isinstance(value, bool) else operator.index(value)
+        return None if is_bool(value) else operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # the latter two of tensors
         return None
 

@@ -71,6 +71,14 @@ def match(found: Tensor, expected: Tensor) -> Match:
     return sums.match()
 
 
+def swiglu_gradients(gate: Tensor, up: Tensor, d_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, d_gate, d_up) of hidden = gate·sigmoid(gate)·up, all [rows, I]."""
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    d_gate = d_hidden * up * (sigmoid + silu * (1 - sigmoid))
+    return silu * up, d_gate, d_hidden * silu
+
+
 class Oracle:
     """What the programs should give for input set 0 of a shape."""
 
@@ -113,14 +121,9 @@ class Oracle:
                 x, dy_rows = case.x[token].float(), dy[token]
                 weight = case.router_weights.flatten()[routes].unsqueeze(1)
                 gate, up = x @ gate_w.t(), x @ up_w.t()
-                sigmoid = torch.sigmoid(gate)
-                silu = gate * sigmoid
-                hidden = silu * up
                 d_hidden = dy_rows @ down_w  # not yet times the router weight
+                hidden, d_gate, d_up = swiglu_gradients(gate, up, d_hidden * weight)
                 d_weights.flatten()[routes] = (d_hidden * hidden).sum(1)
-                d_hidden *= weight
-                d_gate = d_hidden * up * (sigmoid + silu * (1 - sigmoid))
-                d_up = d_hidden * silu
                 expected = {
                     "gate": d_gate.t() @ x,
                     "up": d_up.t() @ x,

@@ -42,12 +42,9 @@ def spec_maker(original: Callable[..., KernelSpec], push: bool) -> Callable[...,
 
     def make(*args: Any, **options: Any) -> KernelSpec:
         spec = original(*args, **options)
-        config = {**dict(spec.config), "push": push}
-        if not push:
-            return spec
-        return dataclasses.replace(
-            spec, name=f"{spec.name}_push", config=tuple(sorted(config.items()))
-        )
+        config = {**dict(spec.config), "push": push}  # in both: a default may be either
+        name = f"{spec.name}_push" if push else spec.name
+        return dataclasses.replace(spec, name=name, config=tuple(sorted(config.items())))
 
     return make
 

@@ -54,6 +54,7 @@ def backward(scenario: Scenario, load: RankLoad) -> Work:
         macrobatch=config.macrobatch_size,
         tile=costs.tile,
         ahead=costs.ahead,
+        push=scenario.pushes,
     )
     p = bw.Backward(**arguments, ops=bw.PY)
     decoder = bw.Backward(**arguments, ops=NumpyOps)
@@ -190,7 +191,7 @@ def _decode(p: bw.Backward, decoder: bw.Backward, plan: bw.Plan) -> _Decoded:
 
 def _items(p: bw.Backward, plan: bw.Plan, combines: bool) -> tuple[Array, Array]:
     """Kind and first row of every item; without ``combines`` there are only dispatches, block by block."""
-    first = p.first_blocks if combines else p.blocks
+    first = p.first_blocks
     kinds, blocks = [np.full(first, bw.DISPATCH)], [np.arange(first)]
     for s in range(p.minibatches if combines else 0):
         base, end = plan.tables[bw.ITEM_BASE][s : s + 2]

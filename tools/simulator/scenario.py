@@ -50,7 +50,8 @@ class Scenario:
         switches: only for the upstream program.
         overrides: other values for constants of the program's calibration, by name.
         pairs: whether Hopper's CTAs work in pairs; None: where our launch takes that build.
-        push: our program with ``kernels_cute.push``, where it exists (``pushes``).
+        push: our program with ``kernels_cute.push``, where rows pass the ring (``pushes``). Kernels have it on
+            Hopper; on other machines this is what it would do there.
 
     Raises MokError and its kinds where the parts do not fit each other.
     """

@@ -21,7 +21,9 @@ def test_kernels_are_those_of_the_layer_but_for_push(which):
     with pushing(which, True):
         pushed = getattr(kernels, f"{which}_spec")("sm_90a", False)
     with pushing(which, False):
-        assert getattr(kernels, f"{which}_spec")("sm_90a", False) == spec
+        base = getattr(kernels, f"{which}_spec")("sm_90a", False)
+    assert base.name == spec.name and pushed.name == f"{spec.name}_push"
+    assert dict(base.config) == {**dict(spec.config), "push": False}
     assert getattr(kernels, f"{which}_spec") is original
     assert dict(pushed.config) == {**dict(spec.config), "push": True}
 
@@ -44,3 +46,6 @@ def test_layers_of_both_passes(precision, ring):
         found, _ = gradients(case, 2, ring, precision)
     assert not machine.report.findings, "\n".join(map(str, machine.report.findings))
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    ran = {launch.kernel for launch in machine.report.launches}
+    rings = {name for name in ran if name.startswith(("forward_ring", "backward_ring"))}
+    assert len(rings) == 2 and all("_push" in name for name in rings), ran

@@ -81,7 +81,10 @@ def run(
                 f"{model}: {layer.experts} of {layer.asked_experts} experts, to fit {place.size} GPUs"
             )
         share = make_share(layer, place.rank, place.group, place.device, settings.seed)
-        wanted = accuracy.expected(share, place.size)
+        wanted, reason = _expected(place, share)
+        if wanted is None:
+            document["missing"].append({"model": model, "program": "all", "reason": reason})
+            continue
         for precision in settings.precisions:
             first: Tensor | None = None
             for name in settings.programs:
@@ -110,6 +113,20 @@ def run(
     document["speed_ups"] = figures.speed_ups([r for r in document["rows"] if r["ok"]])
     document["best"] = figures.best(document["speed_ups"])
     return document
+
+
+def _expected(place: Place, share: Share) -> tuple[accuracy.Expected | None, str]:
+    """The layer in FP32, or why some rank has none; collective."""
+    found: accuracy.Expected | None = None
+    reason = ""
+    try:
+        found = accuracy.expected(share, place.size)
+    except Unavailable as error:
+        reason = str(error)
+    if place.device.type == "cuda":
+        torch.cuda.empty_cache()  # a heap takes its memory from the driver
+    reasons = [r for r in everyone(place, reason) if r]
+    return (None, reasons[0]) if reasons else (found, "")
 
 
 def _rows(
