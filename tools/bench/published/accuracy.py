@@ -63,11 +63,23 @@ def expected(share: Share, size: int) -> Expected:
     assert found is not None
     if problem:
         raise Unavailable(f"the FP32 reference does not fit: {problem[:200]}")
+    return _with_shared(share, found.output, found.x)
+
+
+def _with_shared(share: Share, output: Tensor, d_x: Tensor) -> Expected:
     if share.shared:
         weights = tuple(w.float() for w in share.shared)
-        output, d_x = _expert(share.x.float(), share.dy.float(), *weights)
-        found = Expected(found.output + output, found.x + d_x)
-    return Expected(found.output.cpu(), found.x.cpu())
+        more, gradient = _expert(share.x.float(), share.dy.float(), *weights)
+        output, d_x = output + more, d_x + gradient
+    return Expected(output.cpu(), d_x.cpu())
+
+
+def expected_of_first(shares: Sequence[Share]) -> Expected:
+    """``expected`` of the first of virtual ranks, all of whose shares are here."""
+    first = shares[0]
+    parts = [_routed_part(s, first.x, first.dy, first.ids, first.router) for s in shares]
+    output, d_x = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
+    return _with_shared(first, output, d_x)
 
 
 def everyones_worst(every: Sequence[dict[str, tuple[float, float]]]) -> dict[str, dict[str, float]]:

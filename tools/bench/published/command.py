@@ -168,6 +168,7 @@ def _sweep(
 
     from mok.runtime.group import Group
     from mok.tools.bench.published import sweeps
+    from mok.tools.bench.published.accuracy import expected, expected_of_first
     from mok.tools.bench.published.share import layer_of, make_share
     from mok.tools.bench.published.suite import everyone
 
@@ -182,10 +183,12 @@ def _sweep(
         layer = layer_of(model, args.tokens, ep, free // ep if alone else free)
         numbers = range(ep) if alone else [place.rank]
         shares = [make_share(layer, r, place.group, place.device, args.seed) for r in numbers]
+        wanted = expected_of_first(shares) if alone else expected(shares[0], place.size)
+        torch.cuda.empty_cache()
         for precision in (args.precision,) if args.precision else ("bf16",):
             rows += sweeps.run(
                 shares, group, lambda value: everyone(place, value), _machine(place), precision,
-                warmup, args.iterations or iterations, say,
+                warmup, args.iterations or iterations, say, wanted,
             )  # fmt: skip
         del shares
         torch.cuda.empty_cache()
@@ -313,10 +316,16 @@ def _show_accuracy(document: dict[str, Any], console: Console) -> None:
         table.add_column(column)
     for r in document["rows"]:
         if r["pass"] == figures.PASSES[0]:
-            each = [r["accuracy"].get(name) for name in ("output", "x")]
-            cells = ["" if a is None else f"{a['error']:.1e} {a['cosine']:.5f}" for a in each]
-            table.add_row(r["model"], r["precision"], TITLES[r["program"]], *cells)
+            table.add_row(
+                r["model"], r["precision"], TITLES[r["program"]], *_far(r["accuracy"])
+            )  # fmt: skip
     console.print(table)
+
+
+def _far(accuracy: dict[str, dict[str, float]] | None) -> list[str]:
+    """Error and cosine of the output and of d_x, against FP32."""
+    each = [(accuracy or {}).get(name) for name in ("output", "x")]
+    return ["" if a is None else f"{a['error']:.1e} {a['cosine']:.5f}" for a in each]
 
 
 def _times(value: float | None) -> str:
@@ -335,6 +344,8 @@ def _show_sweep(document: dict[str, Any], console: Console) -> None:
         "ms",
         "predicted",
         "published",
+        "output",
+        "d_x",
     ):
         table.add_column(column)
     for r in document["rows"]:
@@ -342,6 +353,7 @@ def _show_sweep(document: dict[str, Any], console: Console) -> None:
             r["model"], r["precision"], r["tunable"], str(r["value"]), r["pass"], f"{r['ms']:.3f}",
             "" if r["model_ms"] is None else f"{r['model_ms']:.3f}",
             "" if r["published_ms"] is None else f"{r['published_ms']:.3f}",
+            *_far(r["accuracy"]),
         )  # fmt: skip
     console.print(table)
     if "links" in document:

@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mok.config import Config, tile_rows
 from mok.errors import MokError
 from mok.tools.bench.published import figures, programs
+from mok.tools.bench.published.accuracy import Expected, everyones_worst
 from mok.tools.bench.published.iterations import measure
 from mok.tools.bench.published.share import Layer, Share
 
@@ -52,13 +55,15 @@ def run(
     warmup: int,
     iterations: int,
     say: Callable[[str], None],
+    wanted: Expected | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of both sweeps: tunable, value, pass, ms, spread, and the simulator's "model_ms".
+    """Rows of both sweeps: tunable, value, pass, ms, spread, accuracy, and the simulator's "model_ms".
 
     Args:
         shares: of this process' ranks: one, or all virtual ones.
         gather: a value of every process.
         machine: of the simulator, or None where the GPU is none that it knows.
+        wanted: what the first of ``shares`` should give; None: rows have no accuracy.
     """
     first = shares[0]
     shape = programs.shape_of(first.layer)
@@ -73,6 +78,11 @@ def run(
             say(f"{text}: {error}")
             continue
         try:
+            far = None
+            if wanted is not None:
+                found = program.forward(), program.backward()[0]
+                d_x = found[1] if isinstance(found[1], Tensor) else found[1][0]
+                far = everyones_worst(gather(wanted.matches(found[0], d_x)))
             times = gather(measure(program, warmup, iterations, first.device))
         finally:
             program.close()
@@ -81,7 +91,7 @@ def run(
             rows.append(
                 {
                     "model": first.layer.model, "precision": precision, "tunable": tunable,
-                    "value": value, "pass": pass_name, **summary,
+                    "value": value, "pass": pass_name, "accuracy": far, **summary,
                     "model_ms": predicted(
                         machine, first.layer, config, pass_name, precision, len(shares) > 1
                     ),

@@ -13,6 +13,7 @@ from mok import cli
 from mok.config import Config
 from mok.errors import DeviceError, MokError
 from mok.tools.bench.published import command, figures, programs, sweeps
+from mok.tools.bench.published.accuracy import expected_of_first
 from mok.tools.bench.published.share import Layer, make_share
 
 CPU = torch.device("cpu")
@@ -178,6 +179,31 @@ def test_rows_have_the_prediction_and_the_published_time(monkeypatch, tmp_path):
         "rows": rows,
     }  # fmt: skip
     assert "3.425" in text_of(found) and command.passed(found)
+
+
+def test_a_sweeps_rows_have_their_accuracy(monkeypatch):
+    share = make_share(Layer("kimi-k2.5", 6, 64, 64, 4, 2, 0, 1, 4), 0, None, CPU)
+    wanted = expected_of_first([share])
+
+    class Near(Scripted):
+        def forward(self):
+            return wanted.output * 1.06
+
+        def backward(self):
+            return [wanted.x * 0.95], None  # of virtual ranks a list
+
+    monkeypatch.setattr(programs, "Ours", Near)
+    monkeypatch.setattr(sweeps, "_arch", lambda share: ("sm_90a", 132))
+    monkeypatch.setattr(Config, "suggest", lambda *a: Config(16, 16, 2560, 20480))
+    rows = sweeps.run([share], None, lambda v: [v], None, "mxfp8", 0, 1, lambda text: None, wanted)
+    assert rows
+    for row in rows:
+        assert row["accuracy"]["output"]["error"] == pytest.approx(0.06, rel=1e-3)
+        assert row["accuracy"]["x"]["error"] == pytest.approx(0.05, rel=1e-3)
+    found = {
+        "suite": "sweep", "device": "d", "ranks": 1, "rank": 0, "ep": 1, "virtual": True, "rows": rows,
+    }  # fmt: skip
+    assert "6.0e-02 1.00000" in text_of(found) and "5.0e-02 1.00000" in text_of(found)
 
 
 def test_predicted_is_the_simulators(monkeypatch):

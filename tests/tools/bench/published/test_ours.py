@@ -10,7 +10,7 @@ pytest.importorskip("cutlass")
 from mok.config import Config
 from mok.reference import Case, Experts, backward_loop, forward_loop, relative_l2
 from mok.runtime.group import Group
-from mok.tools.bench.published import programs
+from mok.tools.bench.published import accuracy, programs
 from mok.tools.bench.published.iterations import measure
 from mok.tools.bench.published.share import Layer, make_share
 
@@ -48,6 +48,9 @@ def test_virtual_ranks_give_the_layer():
     wanted = backward_loop(case, torch.cat([s.dy for s in shares]))
     assert relative_l2(torch.cat([*gradients[0]]), wanted.x) < 4.5e-3
     assert relative_l2(torch.cat([*gradients[4]]), wanted.routed.down) < 4.5e-3
+    fp32 = accuracy.expected_of_first(shares)  # of rank 0, whose output forward returns
+    assert relative_l2(fp32.output, forward_loop(case)[:12]) < 1e-5
+    assert relative_l2(fp32.x, wanted.x[:12]) < 1e-5
 
 
 @pytest.mark.slow
