@@ -6,6 +6,8 @@ the next device barrier, so a task is signalled as soon as it is computed: that 
 the ring are free.
 """
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
@@ -26,14 +28,12 @@ class PushRole:
     """Mixed into kernels, which say what they push and what else is staged."""
 
     pushes: int  # the kind of task whose rows are pushed: tiles of ``tile.down_n`` columns of H
-
-    def push_slots(self, ctx) -> Int64:
-        """Rank 0's address of the slots, bf16 [max tokens * K, H] on every rank."""
-        raise NotImplementedError
-
-    def passed_chunks(self, entry) -> Int32:
-        """Staging buffers that a task of another kind fills; 0 for ``END``."""
-        raise NotImplementedError
+    push_slots: Callable[
+        ..., Int64
+    ]  # (ctx): rank 0's address of the slots, bf16 [max tokens * K, H] on every rank
+    passed_chunks: Callable[
+        ..., Int32
+    ]  # (entry): staging buffers that another kind of task fills; 0 for ``END``
 
     @cute.jit
     def push_role(self, ctx, shared):
