@@ -26,7 +26,7 @@ from .forward_roles import (
     Sources,
     Targets,
 )
-from .machine import HOPPER, machine_of
+from .machine import machine_of
 from .matrix import matrix
 from .program import AHEAD, Tile
 from .sync import int_ptr
@@ -56,7 +56,7 @@ class ForwardKernel(ForwardRoles):
         overlap: comm workers begin an item while the last one's rows are on their way, where rows are carried in
             BF16. Changes no bit.
         push: down's tiles go from shared memory straight to their routes' slots, and comm workers only dispatch
-            (``push``). Where that does not exist, direct, recomputing or not on Hopper, it is off. Changes no bit.
+            (``push``); by default where that exists: not direct, not recomputing, on Hopper. Changes no bit.
 
     Raises:
         mok.errors.ResourceError: the configuration does not fit the machine.
@@ -82,7 +82,7 @@ class ForwardKernel(ForwardRoles):
         ahead: int = AHEAD,
         comm_m: int = 64,
         overlap: bool = False,
-        push: bool = False,
+        push: bool | None = None,
     ):
         if mxfp8 and direct:
             raise ResourceError("MXFP8 rows pass the ring: dispatch quantises them", "direct")
@@ -90,7 +90,7 @@ class ForwardKernel(ForwardRoles):
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
         super().__init__(
             arch, direct, tile_n, stages, scheduling, mxfp8, pair=pair, carry=carry, overlap=overlap,
-            push=push and not direct and not recompute and machine_of(arch) is HOPPER,
+            push=(push is None or push) and not direct and not recompute and machine_of(arch).pushes_forward,
         )  # fmt: skip
         self.wire = wire
         self.save_context = save_context or recompute

@@ -23,6 +23,8 @@ class Machine:
         ctas: CTAs that work on one task: a cluster.
         pairs: whether the BF16 kernels have builds whose clusters are two CTAs with a task each (``pairs``).
         carry: the default of the kernels' argument.
+        pushes_forward: whether forward's rings have builds whose tasks send their results themselves (``push``),
+            which then are the default.
         tile_m: rows of a task; each CTA holds 128 of them.
         tmem_columns: columns of tensor memory, 0 where accumulators live in registers.
         acc_stages: accumulators in tensor memory.
@@ -36,6 +38,7 @@ class Machine:
     ctas: int
     pairs: bool
     carry: bool
+    pushes_forward: bool
     tile_m: int
     tmem_columns: int
     acc_stages: int
@@ -63,8 +66,10 @@ class Machine:
         return 2 if pair else self.ctas
 
 
-HOPPER = Machine("Hopper", 1, True, True, 128, 0, 0, 4, 3, 0, 16, ("tickets",))
-BLACKWELL = Machine("Blackwell", 2, False, False, 256, 512, 2, 6, 2, 5, 8, ("clc", "tickets"))
+HOPPER = Machine("Hopper", 1, True, True, True, 128, 0, 0, 4, 3, 0, 16, ("tickets",))
+BLACKWELL = Machine(
+    "Blackwell", 2, False, False, False, 256, 512, 2, 6, 2, 5, 8, ("clc", "tickets")
+)
 MACHINES = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
 

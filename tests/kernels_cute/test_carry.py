@@ -21,14 +21,15 @@ from tests.forward_runs import ForwardRun, forward_kernel
 ARCHS = ["sm_90a", "sm_100a"]
 
 
-def run_forward(shape: Shape, arch: str, seed: int | None, **config) -> None:
+def run_forward(shape: Shape, arch: str, seed: int | None, push: bool = False, **config) -> None:
+    """Without ``push`` comm workers carry results, too."""
     Emulator = pytest.importorskip("mok.tools.emulator").Emulator
     case = integer_case(shape, seed=1)
     size = 128 if arch == "sm_90a" else 256
     with Emulator(arch, num_sms=8, seed=seed) as emulator:
         run = ForwardRun(
             case, arch, shape.ep_size, minibatch=size, macrobatch=2 * size, grid=8,
-            num_comm_ctas=2, num_sms=8, carry=True, **config,
+            num_comm_ctas=2, num_sms=8, carry=True, push=push, **config,
         )  # fmt: skip
         found = run.run()
         assert not emulator.report.findings
@@ -37,10 +38,10 @@ def run_forward(shape: Shape, arch: str, seed: int | None, **config) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("seed", [None, 0, 1])
-@pytest.mark.parametrize("arch", ARCHS)
-def test_forward(arch, seed):
+@pytest.mark.parametrize(("arch", "push"), [(arch, False) for arch in ARCHS] + [("sm_90a", True)])
+def test_forward(arch, push, seed):
     """Padding, and a ring that is filled again."""
-    run_forward(Shape(300, 256, 256, 4, 2, 2), arch, seed)
+    run_forward(Shape(300, 256, 256, 4, 2, 2), arch, seed, push)
 
 
 @pytest.mark.emulator
@@ -60,10 +61,10 @@ def test_items_of_128_rows(hidden):
 @pytest.mark.emulator
 @pytest.mark.parametrize("comm_m", [64, 128])
 @pytest.mark.parametrize("hidden", [128, 2048, 8320])
-@pytest.mark.parametrize("seed", [None, 0, 1])
-def test_items_overlap(hidden, comm_m, seed):
+@pytest.mark.parametrize(("seed", "push"), [(None, False), (0, False), (1, False), (1, True)])
+def test_items_overlap(hidden, comm_m, seed, push):
     """An item begins while the last one's rows are on their way, and tells of it."""
-    run_forward(Shape(300, hidden, 64, 4, 2, 2), "sm_90a", seed, comm_m=comm_m, overlap=True)
+    run_forward(Shape(300, hidden, 64, 4, 2, 2), "sm_90a", seed, push, comm_m=comm_m, overlap=True)
 
 
 @pytest.mark.emulator
@@ -113,7 +114,8 @@ def test_backward(arch, pair, comm_m):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_spill(arch, overlap):
-    (used,) = forward_kernel(arch, direct=False, carry=True, overlap=overlap).resources.kernels
+    kernel = forward_kernel(arch, direct=False, carry=True, overlap=overlap, push=False)
+    (used,) = kernel.resources.kernels
     assert used.spill_bytes == 0 and not used.warnings
 
 

@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from mok import kernels
 from mok.config import Shape
+from mok.kernels_cute.forward import ForwardKernel
 from mok.kernels_cute.machine import machine_of
 from mok.kernels_cute.program import COMBINE, Forward, Tile
 from mok.reference import forward_loop, integer_case
@@ -91,13 +93,28 @@ def test_resources(config):
 
 
 @pytest.mark.parametrize(
-    "config", [{"direct": True}, {"direct": False, "recompute": True}], ids=str
+    ("arch", "config"),
+    [
+        ("sm_90a", {"direct": True}),
+        ("sm_90a", {"direct": False, "recompute": True}),
+        ("sm_100a", {"direct": False}),
+    ],
+    ids=str,
 )
-def test_where_nothing_is_pushed(config):
-    """The default may be switched on: builds without pushes stay as they are."""
-    assert (
-        forward_kernel("sm_90a", push=True, **config).ptx == forward_kernel("sm_90a", **config).ptx
+def test_where_nothing_is_pushed(arch, config):
+    """``push`` may be said everywhere; builds that have no pushes stay as they are."""
+    texts = {forward_kernel(arch, push=push, **config).ptx for push in (None, True, False)}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("mxfp8", [False, True])
+def test_a_ring_on_hopper_pushes(mxfp8):
+    default, pushing, combining = (
+        ForwardKernel(False, "sm_90a", mxfp8=mxfp8, push=push) for push in (None, True, False)
     )
+    assert default.push and pushing.push and not combining.push
+    spec = kernels.forward_spec("sm_90a", False, mxfp8=mxfp8)
+    assert "push" not in dict(spec.config)  # what a layer runs has the default
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 8, 9, 30])

@@ -108,6 +108,7 @@ def check_trace(found, layer, rank, recompute=False):
         minibatch=config.minibatch_size, macrobatch=w.sizes.ring,
         tile=program.Tile(m=tile, group_m=machine_of(w.arch).group_m), recompute=recompute,
         ahead=0 if w.sizes.direct or w.precision == "mxfp8" else program.AHEAD,
+        push=machine_of(w.arch).pushes_forward and not w.sizes.direct and not recompute,
     )  # fmt: skip
     assert found.lost == 0
     compute = {e.ticket: e for e in found.events if e.role == "compute"}
