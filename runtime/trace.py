@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +65,24 @@ class Event:
     n: int = -1
 
 
+class TaskTimes(NamedTuple):
+    """Times of a kind of task, in seconds.
+
+    Attributes:
+        tasks: how many.
+        p10, median, p90: from begin to end. An SM begins to load a task while it computes the one before, so
+            these overlap.
+        period: median time between the end of what the SM did before and the task's end: what a task costs.
+            None where no SM did anything before.
+    """
+
+    tasks: int
+    p10: float
+    median: float
+    p90: float
+    period: float | None
+
+
 @dataclass
 class Trace:
     """A timeline.
@@ -94,6 +112,24 @@ class Trace:
         for e in self.events:
             found[e.kind] = found.get(e.kind, 0.0) + e.end - e.begin
         return found
+
+    def tasks(self) -> dict[str, TaskTimes]:
+        """Times of single tasks, by kind."""
+        spans: dict[str, list[float]] = {}
+        periods: dict[str, list[float]] = {}
+        last: dict[tuple[str, int], float] = {}
+        for e in sorted(self.events, key=lambda e: (e.end, e.ticket)):
+            spans.setdefault(e.kind, []).append(e.end - e.begin)
+            before = last.get((e.role, e.sm))
+            last[e.role, e.sm] = e.end
+            if before is not None:
+                periods.setdefault(e.kind, []).append(e.end - before)
+        times = {}
+        for kind, found in sorted(spans.items()):
+            low, middle, high = (float(q) for q in np.quantile(found, (0.1, 0.5, 0.9)))
+            period = float(np.median(periods[kind])) if kind in periods else None
+            times[kind] = TaskTimes(len(found), low, middle, high, period)
+        return times
 
 
 def pack_header(program: int, rank: int, workers: int, capacity: int, cluster: int = 1) -> bytes:

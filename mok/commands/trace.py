@@ -83,6 +83,13 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 "lost": t.lost,
                 "ms": t.seconds * 1e3,
                 "sm_ms_by_kind": {kind: s * 1e3 for kind, s in sorted(t.totals().items())},
+                "tasks_us": {
+                    kind: {
+                        name: value * 1e6 if isinstance(value, float) else value
+                        for name, value in times._asdict().items()
+                    }
+                    for kind, times in t.tasks().items()
+                },
             }
             for t in traces
         ],
@@ -152,5 +159,13 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(
             f"{t['source']}: {t['events']} tasks, {t['ms']:.3f} ms{lost}", highlight=False
         )
+        for kind, times in t["tasks_us"].items():
+            period = times["period"]
+            every = f", one in {period:.2f} µs of an SM" if period is not None else ""
+            console.print(
+                f"  {kind}: {times['tasks']}, begin to end {times['median']:.2f} µs "
+                f"({times['p10']:.2f} to {times['p90']:.2f}){every}",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
     for name in document["files"]:
         console.print(f"wrote {name}", highlight=False, soft_wrap=True)

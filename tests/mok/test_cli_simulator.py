@@ -119,6 +119,12 @@ def test_trace_writes_files(capsys, tmp_path):
     assert (tmp_path / "run.svg").stat().st_size > 1000
     assert [t["lost"] for t in found["traces"]] == [0, 0]
     assert found["traces"][0]["sm_ms_by_kind"]["up"] > 0
+    for trace in found["traces"]:
+        kinds = trace["tasks_us"]
+        assert sum(times["tasks"] for times in kinds.values()) == trace["events"]
+        assert all(t["p10"] <= t["median"] <= t["p90"] for t in kinds.values())
+        assert any(times["period"] for times in kinds.values())
+    assert "begin to end" in text(capsys, *argv, "--picture", "none")
 
 
 def test_push_is_named_wherever_it_is_simulated(capsys, tmp_path):

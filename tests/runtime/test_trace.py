@@ -61,6 +61,25 @@ def test_a_cluster_counts_once():
     assert len(alone) == 6
 
 
+def test_times_of_single_tasks():
+    """Tasks overlap on an SM; what one costs is the time since the SM's last end."""
+    spans = [("up", 0, 2), ("up", 1, 5), ("down", 4, 6), ("up", 5, 9)]
+    events = [
+        Event(kind, "compute", 0, begin * 1e-6, end * 1e-6, 0, ticket)
+        for ticket, (kind, begin, end) in enumerate(spans)
+    ]
+    events.append(Event("dispatch", "comm", 0, 0.0, 7e-6, 0, 0))  # another worker of the SM
+    found = Trace("made", events).tasks()
+    assert [(kind, times.tasks) for kind, times in found.items()] == [
+        ("dispatch", 1), ("down", 1), ("up", 3),
+    ]  # fmt: skip
+    assert found["up"].median == pytest.approx(4e-6)
+    assert found["up"].p10 == pytest.approx(2.4e-6) and found["up"].p90 == pytest.approx(4e-6)
+    assert found["up"].period == pytest.approx(3e-6)
+    assert found["down"].period == pytest.approx(1e-6) and found["dispatch"].period is None
+    assert Trace("none", []).tasks() == {}
+
+
 def test_kinds_are_those_of_the_programs():
     names = layout.NAMES[layout.FORWARD]
     for name in ("SHARED_UP", "SHARED_DOWN", "UP", "DOWN"):
