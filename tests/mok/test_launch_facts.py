@@ -129,8 +129,11 @@ def test_counters_tell_what_was_done(ep_size):
     assert tasks < found.tasks_drawn <= tasks + 1 + 2 * (facts.grid - facts.comm_ctas)
     if ep_size > 1:
         per_block = counters["x_ready"][0]
-        assert counters["x_ready"][:blocks] == counters["y_free"][:blocks] == [per_block] * blocks
-        items = 2 * per_block * blocks
+        assert counters["x_ready"][:blocks] == [per_block] * blocks
+        assert not any(
+            counters["y_free"]
+        )  # down's tasks push their rows: comm workers only dispatch
+        items = per_block * blocks
         assert items < counters["comm_ticket"][0] <= items + 2 * facts.comm_ctas
 
 
@@ -162,7 +165,7 @@ def test_one_schedule_serves_a_whole_training_step(ep_size, recompute):
     assert found == [n for n in (*first, f"backward_{path}_bf16") for _ in range(ep_size)]
     if ep_size > 1:
         for counters, transfers in (
-            (forward, ("x_ready", "y_free")),
+            (forward, ("x_ready", "y_ready")),  # down's tasks push what they count in y_ready
             (backward, ("dispatch", "push")),
         ):
             for transfer in transfers:
