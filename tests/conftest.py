@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -66,6 +67,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_FailuresAtOnce(config), "failures-at-once")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before several workers begin with GPU tests: the kernels that many of them need."""
+    option = session.config.option
+    chosen = option.markexpr.replace("multi_gpu", "gpu").replace("not gpu", "")
+    if getattr(option, "numprocesses", None) and not option.collectonly and "gpu" in chosen:
+        # A process of its own: this one has no use for a context on the GPU.
+        subprocess.run([sys.executable, "-m", "tests.warm"], cwd=Path(__file__).parents[1])
+
+
 @pytest.hookimpl(trylast=True)  # of the tests that remain after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Several workers take tests in an order in which few of them wait for each other's GPU."""
@@ -74,7 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def in_parallel(items: list[T], marks: Callable[[T], set[str]]) -> list[T]:
-    """First those that want a GPU alone, among short ones; then those that start processes, at even distances.
+    """First those that want a GPU alone, among short ones; then those that start processes, at even distances,
+    ``spread`` ones, which take a minute or two, before ``crowd`` ones: else the end of a run waits for them.
 
     All workers of a GPU stand still while one wants it alone and another one's test has it: a second, or, where
     that test waits for processes, a minute. And not all workers may wait at once for the few places of tests
@@ -89,6 +100,7 @@ def in_parallel(items: list[T], marks: Callable[[T], set[str]]) -> list[T]:
     few, short, long = (
         [item for item in items if kinds[id(item)] == which] for which in ("alone", "short", "long")
     )
+    long.sort(key=lambda item: "spread" not in marks(item))
     beside = min(len(short), 3 * len(few))
     head = spread([*few, *short[:beside]], lambda item: kinds[id(item)] == "alone")
     return head + spread([*long, *short[beside:]], lambda item: kinds[id(item)] == "long")

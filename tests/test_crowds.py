@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests import conftest
 from tests.conftest import in_parallel, one_of, spread
+from tests.warm import specs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,6 +97,8 @@ def test_what_wants_a_gpu_alone_comes_before_what_takes_long(few, long, short):
     found = in_parallel(given, lambda item: {item[0], "gpu"})
     assert sorted(found) == sorted(given)
     places = {mark: [i for i, item in enumerate(found) if item[0] == mark] for mark in counts}
+    if long:  # what takes longest begins first
+        assert max(places["spread"]) < min(places["crowd"])
     if few and long:
         assert max(places["alone"]) < min(places["crowd"] + places["spread"])
     if few and short > 3 * few:
@@ -140,3 +145,32 @@ def test_a_run_with_several_workers_is_spread_and_tells(tmp_path):
         orders[workers] = ["many" in name for name in passed]
     assert orders[0] == [True] * 3 + [False] * 12
     assert orders[2][:3] != [True] * 3 and sum(orders[2]) == 3
+
+
+@pytest.mark.parametrize(
+    ("expression", "workers", "collects", "wanted"),
+    [
+        ("gpu and not slow", 14, False, True),
+        ("(gpu or multi_gpu) and not slow", 24, False, True),
+        ("not gpu and not multi_gpu", 2, False, False),
+        ("", 2, False, False),
+        ("gpu", None, False, False),
+        ("gpu", 2, True, False),
+    ],
+)
+def test_kernels_are_compiled_before_a_run_on_a_gpu(
+    monkeypatch, expression, workers, collects, wanted
+):
+    ran: list[list[str]] = []
+    monkeypatch.setattr(conftest.subprocess, "run", lambda command, **_: ran.append(command))
+    option = SimpleNamespace(markexpr=expression, numprocesses=workers, collectonly=collects)
+    conftest.pytest_sessionstart(SimpleNamespace(config=SimpleNamespace(option=option)))
+    assert [command[1:] for command in ran] == [["-m", "tests.warm"]] * wanted
+
+
+def test_what_is_compiled_before_is_what_layers_launch():
+    """A kernel that no layer asks for would be compiled for nothing; each is compiled once."""
+    found = specs("sm_90a")
+    assert len(found) == len(set(found)) and {spec.arch for spec in found} == {"sm_90a"}
+    names = {spec.name for spec in found}
+    assert names >= {"forward_direct_save", "backward_ring_bf16", "forward_ring_trace", "schedule"}

@@ -22,7 +22,7 @@ from mok.reference import random_case
 from mok.runtime.compile import KernelSpec, get_kernel
 from mok.tools.simulator.ours_backward import _decode as decode_backward
 from mok.tools.simulator.work import NumpyOps
-from tests.helpers_layer import Layer, to_device, watched
+from tests.helpers_layer import Layer, watched
 
 SOURCES = Path(trace.__file__).parent
 LATE_S = 2e-6  # an end is noted just after it was signalled; tasks take far longer
@@ -330,7 +330,7 @@ def test_tracing_costs_at_most_3_percent(ep_size, direction, record_property):
     """Traced and not in turn, in the steady regime; the same bits and a true trace."""
     from mok.tools.bench.timing import CudaClock, Regime, measure
 
-    case = to_device(random_case(Shape(16384, 2048, 768, 128, 8)), "cuda")
+    case = random_case(Shape(16384, 2048, 768, 128, 8), device="cuda")
     plain = Config.suggest(dataclasses.replace(case.shape, ep_size=ep_size), "h200")
     dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(4)).bfloat16().cuda()
     with Layer(case, ep_size, plain, "cuda") as layer:
