@@ -294,7 +294,7 @@ class Config:
 
     @classmethod
     def suggest(
-        cls, shape: Shape, device: Any, precision: str = "bf16", push: bool = False
+        cls, shape: Shape, device: Any, precision: str = "bf16", push: bool | None = None
     ) -> Config:
         """What ``mok tune`` found for this shape on this GPU, else a reasonable start.
 
@@ -308,8 +308,8 @@ class Config:
                 and ``num_sms``. Only a real GPU has tuned results, and those of BF16 only.
             precision: of the routed experts. In MXFP8 rows pass the ring at EP = 1, too, and quantising
                 takes comm SMs' time.
-            push: for kernels whose tasks send their results themselves, which need fewer comm SMs: an option of
-                Hopper's; elsewhere as if it existed. Nothing tuned is used, since that was tuned without.
+            push: whether the kernels' tasks send their results themselves, and so need fewer comm SMs. None: as
+                they do by default, forward's on Hopper. Given, nothing tuned is used.
 
         Raises:
             DeviceError: the device is no GPU, or an unsupported one.
@@ -349,7 +349,7 @@ class Config:
             from mok.tools.simulator.suggest import with_comm_sms
 
             suggested = with_comm_sms(suggested, shape, arch, num_sms, precision, push)
-        if precision != "bf16" or push or (name := _gpu_name(device)) is None:
+        if precision != "bf16" or push is not None or (name := _gpu_name(device)) is None:
             return suggested
         from mok import tune
 

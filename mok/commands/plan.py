@@ -49,7 +49,8 @@ def run(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     )
     document = scenarios.described(shape, machine, routing)
     document |= {"precision": args.precision, "memory_limit": machine["memory_bytes"]}
-    document["push"] = found.best.forward.scenario.pushes
+    best = {"forward": found.best.forward, "backward": found.best.backward}
+    document["push"] = {name: result.scenario.pushes for name, result in best.items()}
     return document | as_dict(found)
 
 
@@ -69,7 +70,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         return
     d = document
     shape = ", ".join(f"{name} {value}" for name, value in d["shape"].items() if value is not None)
-    push = scenarios.PUSHED if d["push"] else ""
+    push = scenarios.pushed(name for name, pushes in d["push"].items() if pushes)
     console.print(f"{d['machine_title']}\n{shape}, {d['precision']}, {d['routing']} routing{push}\n",
                   highlight=False, soft_wrap=True)  # fmt: skip
     table = Table(title=f"Tunables, after {d['simulated']} simulations", title_justify="left")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mok.config import Config, Shape
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from mok.tools.simulator.scenario import Scenario
 
 PASSES = ("forward", "backward", "recompute")
-PUSHED = ", results pushed by tasks of ours"
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +35,9 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--virtual", action="store_true", help="all ranks on one GPU, in turn")
     parser.add_argument(
-        "--push", action="store_true",
-        help="tasks of our kernels send their results themselves: comm SMs only dispatch",
+        "--push", action=argparse.BooleanOptionalAction, default=None,
+        help="tasks of our kernels send their results themselves, and comm SMs only dispatch, or not "
+        "(default: as the kernels do, forward's on Hopper)",
     )  # fmt: skip
 
 
@@ -106,8 +107,14 @@ def scenario(
     return Scenario(
         shape, config, machine, direction, args.precision, program,  # type: ignore[arg-type]
         routing=routing, virtual=args.virtual, save_context=direction == "forward",
-        push=args.push and program == "ours",
+        push=args.push if program == "ours" else None,
     )  # fmt: skip
+
+
+def pushed(passes: Iterable[str]) -> str:
+    """For a title: which passes of ours push their results."""
+    names = " and ".join(dict.fromkeys(passes))
+    return f", results of {names} pushed by tasks of ours" if names else ""
 
 
 def described(shape: Shape, machine: Machine, routing: Routing) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         return
     d = document
     shape = ", ".join(f"{name} {value}" for name, value in d["shape"].items() if value is not None)
-    push = scenarios.PUSHED if any(row["push"] for row in d["rows"]) else ""
+    push = scenarios.pushed(row["pass"] for row in d["rows"] if row["push"])
     console.print(f"{d['machine_title']}\n{shape}, {d['precision']}, {d['routing']} routing{push}\n",
                   highlight=False, soft_wrap=True)  # fmt: skip
     table = Table(title="Predicted", title_justify="left")

@@ -120,7 +120,7 @@ def _of_a_call(args: argparse.Namespace, places: set[str]) -> list[Any]:
             "only the simulator has upstream's program", f"--program {args.program}",
             "Add simulator to --on",
         )  # fmt: skip
-    if args.push and (runs or args.program == "upstream"):
+    if (args.push is not None and runs) or (args.push and args.program == "upstream"):
         raise MokError(
             "--push is of our program, and of the simulator alone",
             f"--on {' '.join(sorted(places))}, --program {args.program}",

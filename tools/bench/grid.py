@@ -21,6 +21,7 @@ from mok.config import Config, Shape, tile_rows
 from mok.errors import MokError
 from mok.tools.bench.bits import digest
 from mok.tools.bench.programs import Options, Unavailable, make_program
+from mok.tools.bench.programs.ours import forward_pushes
 from mok.tools.bench.shapes import SUITES, BenchShape
 from mok.tools.bench.timing import Clock, Deadline, Regime, measure
 from mok.tools.bench.work import Work, bench_routing, make_work
@@ -61,16 +62,20 @@ def per_rank(bench: BenchShape, ep: int) -> Shape:
     return dataclasses.replace(bench.shape, num_tokens=-(-bench.shape.num_tokens // ep), ep_size=ep)
 
 
-def planned(bench: BenchShape, ep: int, machine: str, seed: int = 0) -> dict[str, int]:
-    """What ``mok plan`` recommends for this very routing on virtual ranks."""
+def planned(
+    bench: BenchShape, ep: int, machine: str, seed: int = 0, push: bool | None = None
+) -> dict[str, int]:
+    """What ``mok plan`` recommends for this very routing on virtual ranks; ``push``: see its ``Scenario``."""
     from mok.tools.simulator.machine import load_machine
     from mok.tools.simulator.plan import Search, tunables
     from mok.tools.simulator.routing import recorded
 
     shape = per_rank(bench, ep)
     ids = bench_routing("random", bench, seed).numpy()
-    search = Search(shape, load_machine(machine), routing=recorded(ids, shape), virtual=ep > 1)
-    return tunables(search.descend(Config.suggest(shape, machine)).config)
+    search = Search(
+        shape, load_machine(machine), routing=recorded(ids, shape), virtual=ep > 1, push=push
+    )
+    return tunables(search.descend(Config.suggest(shape, machine, push=push)).config)
 
 
 class Plans:
@@ -108,6 +113,7 @@ class Grid:
         self.work, self.ep, self.clock, self.write = work, ep, clock, write
         self.shape = per_rank(work.bench, ep)
         self.rings, self.comm = rings(self.shape, arch), comm_sms(self.shape, num_sms)
+        self.push = forward_pushes(arch, ep == 1)
         self.times: dict[tuple[str, int, int, int], float] = {}
         self.bits: dict[str, int] = {}
 
@@ -224,7 +230,7 @@ class Grid:
     def _row(self, what: str, name: str, config: Config, ms: float, **more: Any) -> dict[str, Any]:
         sizes = [int(size) for size in self.work.bench.text.split(",")]
         row = {"what": what, "sizes": sizes, "ep": self.ep, "pass": name, "ms": ms}
-        return row | tunables_of(config) | more
+        return row | {"push": self.push} | tunables_of(config) | more
 
 
 def tunables_of(config: Config) -> dict[str, int]:

@@ -99,9 +99,17 @@ def compare_bench(document: dict[str, Any]) -> list[dict[str, Any]]:
         if row["program"].split("-")[0] != "mok" or not row["ok"]:
             continue
         sizes = tuple(row["shape"][name] for name in "THIEK")
-        ep, config, pairs, kernels = _config(row["note"])
+        ep, config, pairs, push, kernels = _config(row["note"])
         model = _predict(
-            machine, sizes, ep, config, row["pass"], document["regime"], pairs, kernels
+            machine,
+            sizes,
+            ep,
+            config,
+            row["pass"],
+            document["regime"],
+            pairs,
+            push,
+            kernels,
         )
         rows.append(
             {
@@ -151,19 +159,22 @@ def _machine(document: dict[str, Any]) -> Machine:
     raise MokError("the GPU of a bench.json must be a known machine", name)
 
 
-def _config(note: str) -> tuple[int, Config, bool, dict[str, float]]:
-    """EP, tunables, whether CTAs worked in pairs, and which kernels it was, as ``MokProgram`` notes them."""
+def _config(note: str) -> tuple[int, Config, bool, bool, dict[str, float]]:
+    """EP, tunables, whether CTAs worked in pairs, whether forward pushed its results, and which kernels it was,
+    as ``MokProgram`` notes them.
+    """
     found = re.fullmatch(
         r"EP (\d+), minibatch (\d+), macrobatch (\d+)(?:, comm SMs (\d+)/(\d+))?"
-        r"(, pairs)?(, carried)?(, ahead)?",
+        r"(, pairs)?(, carried)?(, ahead)?(, pushed)?",
         note,
     )
     if found is None:
         raise MokError("a row's note must tell EP and tunables", repr(note))
-    *sizes, pairs, carried, ahead = found.groups()
+    *sizes, pairs, carried, ahead, push = found.groups()
     ep, minibatch, macrobatch, forward, backward = (int(g) if g else 8 for g in sizes)
     kernels = {"comm_carried": float(carried is not None), "ahead": AHEAD if ahead else 0}
-    return ep, Config(forward, backward, minibatch, macrobatch), pairs is not None, kernels
+    config = Config(forward, backward, minibatch, macrobatch)
+    return ep, config, pairs is not None, push is not None, kernels
 
 
 @cache
@@ -180,7 +191,7 @@ def _routing(sizes: tuple[int, ...], ep: int, kind: str, seed: int) -> Routing:
 
 def _predict(
     machine: Machine, sizes: tuple[int, ...], ep: int, config: Config, name: str,
-    regime: dict[str, Any], pairs: bool, kernels: dict[str, float],
+    regime: dict[str, Any], pairs: bool, push: bool, kernels: dict[str, float],
 ) -> float:  # fmt: skip
     tokens, hidden, inner, experts, topk = sizes
     if tokens % ep:
@@ -195,6 +206,7 @@ def _predict(
         scenario = Scenario(
             shape, config, machine, direction, routing=routing, virtual=ep > 1,
             save_context=name == "both", pairs=pairs, overrides=kernels,
+            push=push and direction == "forward",
         )  # fmt: skip
         total += virtual_ms(scenario) if ep > 1 else simulate(scenario).ms
     return total

@@ -65,7 +65,7 @@ def records() -> Iterator[Record]:
             entry["program"],
             save_context=both or entry["save_context"],
             pairs=entry.get("pairs", False),
-            push=entry.get("push", False),
+            push=entry.get("push", False),  # recorded before it was the default
             overrides=entry.get("overrides", {}),
         )
         plain = {

@@ -74,12 +74,25 @@ def rings_of(times: Times) -> list[Ring]:
     return sorted(each[0] & each[1])
 
 
-def chosen(sizes: tuple[int, ...], ep: int, times: Times, machine: str = "h200") -> Config:
-    """The combination of the grid that the model thinks the fastest."""
+def pushed(path: str | Path) -> bool | None:
+    """How ``Scenario.push`` must be for a file's kernels: forward's did not push before lines said so."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    rows = (json.loads(line) for line in lines)
+    return None if any(row.get("push") for row in rows) else False
+
+
+def chosen(
+    sizes: tuple[int, ...], ep: int, times: Times, machine: str = "h200", push: bool | None = None
+) -> Config:
+    """The combination of the grid that the model thinks the fastest; ``push``: see ``Scenario``."""
     tokens, hidden, inner, experts, topk = sizes
     shape = Shape(-(-tokens // ep), hidden, inner, experts, topk, ep)
     search = Search(
-        shape, load_machine(machine), routing=recorded(_ids(sizes), shape), virtual=ep > 1
+        shape,
+        load_machine(machine),
+        routing=recorded(_ids(sizes), shape),
+        virtual=ep > 1,
+        push=push,
     )
     numbers = sorted({key[1] for key in times})
     found = []
@@ -118,10 +131,11 @@ def measured_ms(times: Times, config: Config) -> float:
 
 def compare_grid(path: str | Path) -> list[dict[str, Any]]:
     """For each layer and EP: the model's choice on the grid, and how much of the best it reaches."""
-    rows = []
-    for (sizes, ep), times in read_grid(path).items():
+    rows, grids = [], read_grid(path)
+    push = pushed(path)
+    for (sizes, ep), times in grids.items():
         best_ms, best = best_of(times)
-        choice = chosen(sizes, ep, times)
+        choice = chosen(sizes, ep, times, push=push)
         ms = measured_ms(times, choice)
         rows.append(
             {

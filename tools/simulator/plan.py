@@ -61,7 +61,7 @@ class Search:
         precision: Precision = "bf16",
         routing: Routing | None = None,
         virtual: bool = False,
-        push: bool = False,
+        push: bool | None = None,
     ) -> None:
         self.shape, self.machine, self.routing = shape, machine, routing
         self.precision, self.virtual, self.push = precision, virtual, push
@@ -216,11 +216,11 @@ def plan(
     rounds: int = 2,
     virtual: bool = False,
     report: Callable[[str], Any] = lambda text: None,
-    push: bool = False,
+    push: bool | None = None,
 ) -> Plan:
     """Find tunables for a forward and a backward call of ``shape`` on ``machine``.
 
-    ``push``: for kernels whose tasks send their rows themselves.
+    ``push``: for kernels whose tasks send their rows themselves, or do not; None: as they do by default.
 
     Raises:
         MokError: the scenario is impossible, such as no token at all.

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from mok.config import Config, Shape
 from mok.errors import MokError, ShapeError
-from mok.kernels_cute.machine import works_in_pairs
+from mok.kernels_cute.machine import machine_of, works_in_pairs
 from mok.tools.simulator.machine import Machine
 from mok.tools.simulator.routing import Routing, drawn
 
@@ -50,8 +50,9 @@ class Scenario:
         switches: only for the upstream program.
         overrides: other values for constants of the program's calibration, by name.
         pairs: whether Hopper's CTAs work in pairs; None: where our launch takes that build.
-        push: our program with ``kernels_cute.push``, where rows pass the ring (``pushes``). Kernels have it on
-            Hopper; on other machines this is what it would do there.
+        push: whether tasks of our program send their results themselves (``kernels_cute.push``), where rows pass
+            the ring (``pushes``). None: as the kernels do by default, forward's on Hopper; on machines whose
+            kernels do not have it True is what it would do there.
 
     Raises MokError and its kinds where the parts do not fit each other.
     """
@@ -69,7 +70,7 @@ class Scenario:
     switches: Switches = field(default_factory=Switches)
     overrides: Mapping[str, float] = field(default_factory=dict)
     pairs: bool | None = None
-    push: bool = False
+    push: bool | None = None
 
     def __post_init__(self) -> None:
         choices = (("direction", Direction), ("precision", Precision), ("program", Program))
@@ -107,7 +108,11 @@ class Scenario:
     @property
     def pushes(self) -> bool:
         """Down, in backward dgrad gate+up, sends its rows itself. Where rows pass the ring."""
-        return self.push and self.direction != "recompute" and not self.direct
+        if self.program != "ours" or self.direct or self.direction == "recompute":
+            return False
+        if self.push is None:
+            return self.direction == "forward" and machine_of(self.machine.arch).pushes_forward
+        return self.push
 
     @property
     def comm_sms(self) -> int:

@@ -27,12 +27,14 @@ COARSE = (
     48,
 )  # the curve has several minima: first all over, then beside the best
 MINIBATCHES = 32  # of the call that is simulated: enough for the steady state to decide
-TIE, CLIFF = 0.0125, 1.05
+TIE, CLIFF = 0.025, 1.05
 """Where the number below the best one is slower by ``CLIFF``, the best stands at an edge that the model does not
-know to a few per cent: the next larger one is taken if it costs no more than ``TIE``. Two H200s, DeepSeek-V3:
-forward 430, 556, 581 TFLOP/s with 4, 6, 8, of which the model thinks the last 0.5 % slower than the second.
-One H200, EP 2, Sonic 7B: backward 1.94, 1.53 ms with 16, 24; 20, which the model thinks 1.1 % faster than 24,
-lost 4 % (docs/measurements/2026-11-30-h200-exhaustive.jsonl)."""
+know to a few per cent: the next larger one is taken if it costs no more than ``TIE``. Two H200s, DeepSeek-V3,
+combined: forward 430, 556, 581 TFLOP/s with 4, 6, 8, of which the model thinks the last 0.5 % slower than the
+second. One H200, EP 2, Sonic 7B: backward 1.94, 1.53 ms with 16, 24; 20, which the model thinks 1.1 % faster than
+24, lost 4 % (docs/measurements/2026-11-30-h200-exhaustive.jsonl). Qwen3-30B, pushed, EP 4: on one H200 8 lost 14 %
+to 12 (2026-12-01-h200-push-virtual.json), which on links of their own the model thinks 2.2 % slower than 8; there it
+makes too much of more comm SMs (20: + 5.5 %, 2026-11-30-2xh200-push.json)."""
 NAMES: tuple[tuple[Direction, str], ...] = (
     ("forward", "fwd_num_comm_sms"),
     ("backward", "bwd_num_comm_sms"),
@@ -53,11 +55,11 @@ def with_comm_sms(
     arch: str,
     num_sms: int,
     precision: str = "bf16",
-    push: bool = False,
+    push: bool | None = None,
 ) -> Config:
     """``config`` with the comm SMs that the model finds best; itself where they do not matter.
 
-    ``push``: for kernels whose tasks send their rows themselves.
+    ``push``: for kernels whose tasks send their rows themselves, or do not; None: as they do by default.
     """
     moves = shape.ep_size > 1 or precision == "mxfp8"
     if not moves or shape.num_tokens == 0 or (arch, num_sms) not in KNOWN:
@@ -73,7 +75,7 @@ def with_comm_sms(
 
 @lru_cache(maxsize=256)
 def _best(
-    start: Config, shape: Shape, arch: str, num_sms: int, precision: str, push: bool
+    start: Config, shape: Shape, arch: str, num_sms: int, precision: str, push: bool | None
 ) -> tuple[int, ...]:
     machine = machine_for(arch, num_sms)
     assert machine is not None

@@ -159,6 +159,18 @@ class Costs:
 
     # ---- communication ----
 
+    @property
+    def carried(self) -> bool:
+        """Whether comm workers move rows by bulk copies."""
+        return self.table["comm_carried"] > 0 and not self.quantises
+
+    def crowded_s(self, hbm: list[float], used: float) -> list[float]:
+        """What items of so many bytes of HBM traffic take longer, carried within the GPU, while all of the
+        kernel's traffic uses this share of HBM: they wait there.
+        """
+        rate = self.machine["sm_bytes_per_s"]  # both ways, as is the traffic
+        return (np.array(hbm) / rate * self.table["local_crowd"] * used**2).tolist()
+
     def copy_rounds(self) -> float:
         """Rounds of loads of an item's slowest warp, as ``kernels_cute.comm`` deals them out.
 
@@ -187,9 +199,10 @@ class Costs:
         # However many warps: one SM moves no more than this.
         rate = np.where(pull, m["sm_pull_bytes_per_s"], m["sm_push_bytes_per_s"])
         rate = np.where(load.local == 1.0, m["sm_bytes_per_s"] / 2, rate)
-        if t["comm_carried"] > 0 and not self.quantises:
-            # Bulk copies of whole rows: enough of them are on their way.
-            return real * 2.0 * self.hidden / rate * t["carry_load"] + t["carry_overhead_s"]
+        if self.carried:
+            # Bulk copies of whole rows: enough of them are on their way. Within the GPU, see ``crowded_s``.
+            beside = 1.0 if load.local == 1.0 else t["carry_load"]
+            return real * 2.0 * self.hidden / rate * beside + t["carry_overhead_s"]
         rounds = self.copy_rounds()
         local = m["local_latency_s"] * t["comm_load"]
         near = m["nvlink_latency_s"] * t["comm_load"]
@@ -261,8 +274,7 @@ class Costs:
         real = load.real_rows(row, self.tile.comm_m)
         payload = real * 2.0 * self.hidden * matrices * np.where(pull, self.wire_share, 1.0)
         rx, tx, net = self.wires(pull, payload, load)
-        carried = self.table["comm_carried"] > 0 and not self.quantises
-        overhead = self.table["carry_overhead_s" if carried else "item_overhead_s"]
+        overhead = self.table["carry_overhead_s" if self.carried else "item_overhead_s"]
         busy = (self.item_s(pull, real, load) - overhead) * matrices + overhead
         if sums:
             rows = -(-real // int(self.table["comm_warps"]))
