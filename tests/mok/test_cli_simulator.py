@@ -128,7 +128,7 @@ def test_trace_writes_files(capsys, tmp_path):
 
 
 def test_push_is_named_wherever_it_is_simulated(capsys, tmp_path):
-    """Ours alone has it, where there is a combine."""
+    """Ours alone has it, where there is a combine; GB300's kernels only if asked for."""
     argv = ("--machine", "gb300", *SMALL, "--program", "both", "--comm-sms", "8")
     rows = {}
     for push in ((), ("--push",)):
@@ -141,25 +141,42 @@ def test_push_is_named_wherever_it_is_simulated(capsys, tmp_path):
     assert not any(row["push"] for row in plain.values())
     assert {key for key in plain if plain[key] != pushed[key]} == mine
     assert all(pushed[key]["items"] < plain[key]["items"] for key in mine)
-    assert "results pushed by tasks of ours" in text(capsys, "simulate", *argv, "--push")
+    titled = "results of forward pushed by tasks of ours"
+    assert titled in text(capsys, "simulate", *argv, "--push")
     assert "push" not in text(capsys, "simulate", *argv)
+    both = text(capsys, "simulate", *argv, "--push", "--pass", "all")
+    assert "results of forward and backward pushed by tasks of ours" in both
+    hopper = ("--machine", "h200", *SMALL)
+    assert titled in text(capsys, "simulate", *hopper, "--pass", "all")
+    assert "push" not in text(capsys, "simulate", *hopper, "--pass", "all", "--no-push")
+    assert "push" not in text(capsys, "simulate", *hopper, "--pass", "backward")
     out = ("--out", str(tmp_path / "run"), "--picture", "none")
     code, found = document(capsys, "trace", *argv, "--push", *out)
     ours, theirs = (t["source"] for t in found["traces"])
     assert ours.startswith("simulator: ours with push, forward") and "push" not in theirs
     assert "combine" not in found["traces"][0]["sm_ms_by_kind"]
+    for push in ((), ("--no-push",)):
+        _, found = document(capsys, "trace", *hopper, *push, *out)
+        assert ("combine" in found["traces"][0]["sm_ms_by_kind"]) == bool(push)
 
 
 def test_plan_with_push(capsys):
     argv = ("plan", "--machine", "h200", *SMALL, "--routing", "balanced", "--rounds", "0")
-    (_, plain), (code, pushed) = document(capsys, *argv), document(capsys, *argv, "--push")
-    assert code == 0 and pushed["push"] and not plain["push"]
+    (_, plain), (code, pushed) = (document(capsys, *argv, f"--{no}push") for no in ("no-", ""))
+    kernels = document(capsys, *argv)[1]
+    assert code == 0
+    assert [list(found["push"].values()) for found in (plain, kernels, pushed)] == [
+        [False, False], [True, False], [True, True],
+    ]  # fmt: skip
+    mixed = kernels["rows"][1]
+    assert mixed["forward"]["ms"] < plain["rows"][1]["forward"]["ms"]
     times = [{row["name"]: row for row in found["rows"]} for found in (plain, pushed)]
     before, after = (t["Config.suggest"] for t in times)
     for name in ("forward", "backward"):
         assert after[name]["items"] < before[name]["items"]
-    assert "results pushed by tasks of ours" in text(capsys, *argv, "--push")
-    assert "pushed" not in text(capsys, *argv)
+    assert "results of forward and backward pushed" in text(capsys, *argv, "--push")
+    assert "results of forward pushed" in text(capsys, *argv)
+    assert "pushed" not in text(capsys, *argv, "--no-push")
 
 
 def test_trace_lays_records_beside_the_simulation(capsys, tmp_path):
@@ -204,9 +221,9 @@ def test_trace_lays_emulator_and_simulator_side_by_side(capsys, tmp_path):
     assert code == 0 and [f[-4:] for f in found["files"]] == ["json", ".svg"]
     *emulated, simulated = found["traces"]
     assert [t["source"] for t in emulated] == [f"emulator, forward, rank {r}" for r in (0, 1)]
-    assert simulated["source"].startswith("simulator: ours, forward on h200")
+    assert simulated["source"].startswith("simulator: ours with push, forward on h200")
     kinds = set(emulated[0]["sm_ms_by_kind"])
-    assert kinds == {"shared up", "shared down", "up", "down", "dispatch", "combine"}
+    assert kinds == {"shared up", "shared down", "up", "down", "dispatch"}
     assert set(simulated["sm_ms_by_kind"]) == kinds
     assert simulated["events"] in [t["events"] for t in emulated]
     assert not any(t["lost"] for t in found["traces"])
@@ -249,6 +266,7 @@ def test_what_cannot_be_traced_is_named(capsys, argv, rule):
         (["--pass", "all"], "a timeline is of one pass"),
         (["--on", "emulator", "--precision", "mxfp8"], "traced in bf16"),
         (["--on", "emulator", "--push"], "of the simulator alone"),
+        (["--on", "emulator", "--no-push"], "of the simulator alone"),
         (["--program", "upstream", "--machine", "gb300", "--push"], "of our program"),
         (["--on", "emulator", "--program", "upstream"], "only the simulator"),
         (["--on", "emulator", "--routing", "IDS"], r"must be \[EP, T, K\] = \[4, 512, 2\]"),

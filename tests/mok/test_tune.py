@@ -182,6 +182,28 @@ def test_a_folder_that_cannot_be_written_is_a_warning(folder):
         assert tune.record(SHAPE, H200, START, {}, blocked / "tune.json") is None
 
 
+def test_what_was_found_before_forward_pushed_is_not_used(folder):
+    """It wanted more comm SMs. What it does not concern is still used: one rank, and Blackwell."""
+    blackwell = Device("NVIDIA B200", 148, "sm_100a")
+    config = {"fwd_num_comm_sms": 20}
+    old = "NVIDIA H200; 132 SMs; sm_90a; T 4096; H 2048; I 768; E 128; K 8; EP 4; shared 0"
+    virtual = old.replace("sm_90a;", "sm_90a; virtual ranks;")
+    alone = old.replace("EP 4", "EP 1")
+    entries = {key: {"config": config} for key in (old, virtual, alone)}
+    entries[tune.key_of(RANKS, blackwell)] = {"config": config}
+    (folder / "tune.json").write_text(json.dumps({"format": 1, "entries": entries}))
+    shared = dataclasses.replace(H200, virtual=True)
+    assert tune.apply(START, RANKS, H200) == tune.apply(START, RANKS, shared) == START
+    assert tune.lookup(SHAPE, H200) == tune.lookup(RANKS, blackwell) == config
+    for device in (H200, shared):
+        tune.record(RANKS, device, dataclasses.replace(START, fwd_num_comm_sms=12), {})
+        assert tune.apply(START, RANKS, device).fwd_num_comm_sms == 12
+    gpu = types.SimpleNamespace(name="NVIDIA H200", arch="sm_90a", num_sms=132, ordinal=0)
+    assert Config.suggest(RANKS, gpu).minibatch_size == START.minibatch_size
+    for push in (True, False):  # a question about other kernels than those that were tuned
+        assert Config.suggest(RANKS, gpu, push=push) == Config.suggest(RANKS, "h200", push=push)
+
+
 def test_suggest_uses_what_was_found_for_a_real_gpu_only():
     gpu = types.SimpleNamespace(name="NVIDIA H200", arch="sm_90a", num_sms=132, ordinal=0)
     before = Config.suggest(SHAPE, gpu)

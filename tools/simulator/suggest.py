@@ -32,9 +32,9 @@ TIE, CLIFF = 0.025, 1.05
 know to a few per cent: the next larger one is taken if it costs no more than ``TIE``. Two H200s, DeepSeek-V3,
 combined: forward 430, 556, 581 TFLOP/s with 4, 6, 8, of which the model thinks the last 0.5 % slower than the
 second. One H200, EP 2, Sonic 7B: backward 1.94, 1.53 ms with 16, 24; 20, which the model thinks 1.1 % faster than
-24, lost 4 % (docs/measurements/2026-11-30-h200-exhaustive.jsonl). Qwen3-30B, pushed, EP 4: on one H200 8 lost 14 %
-to 12 (2026-12-01-h200-push-virtual.json), which on links of their own the model thinks 2.2 % slower than 8; there it
-makes too much of more comm SMs (20: + 5.5 %, 2026-11-30-2xh200-push.json)."""
+24, lost 4 % (docs/measurements/2026-11-30-h200-exhaustive.jsonl). Qwen3-30B, pushed, EP 4: on one H200 8 lost
+14 % to 12 (2026-12-01-h200-push-virtual.json), which on links of their own the model thinks 2.2 % slower than 8;
+there it makes too much of more comm SMs (20: + 5.5 %, 2026-11-30-2xh200-push.json)."""
 NAMES: tuple[tuple[Direction, str], ...] = (
     ("forward", "fwd_num_comm_sms"),
     ("backward", "bwd_num_comm_sms"),

@@ -15,6 +15,7 @@ from mok.tools.simulator.measured import (
     chosen,
     compare_grid,
     measured_ms,
+    pushed,
     read_grid,
 )
 from mok.tools.simulator.routing import recorded
@@ -40,7 +41,7 @@ def lines_of(speed=1.0):
                     )
                 ).ms  # fmt: skip
                 yield {
-                    "what": "grid", "sizes": SIZES, "ep": 2, "pass": name,
+                    "what": "grid", "sizes": SIZES, "ep": 2, "pass": name, "push": True,
                     "ms": ms * (speed if minibatch == 256 else 1.0), "fwd_num_comm_sms": n,
                     "bwd_num_comm_sms": n, "minibatch_size": minibatch,
                     "macrobatch_size": macrobatch,
@@ -61,6 +62,16 @@ def test_the_model_chooses_its_own_best(grid):
     rows = compare_grid(grid())
     assert len(rows) == 1 and rows[0]["ep"] == 2 and rows[0]["times"] == 12
     assert rows[0]["reached"] == pytest.approx(1.0, abs=0.005)
+
+
+def test_a_grid_says_whether_its_kernels_pushed(grid):
+    """Lines without it were recorded before forward pushed, and are compared with calls that do not."""
+    path = grid()
+    assert pushed(path) is None
+    path.write_text(path.read_text().replace('"push": true, ', ""))
+    assert pushed(path) is False and all(pushed(recorded) is False for recorded in EXHAUSTIVE)
+    few = [chosen(SIZES, 2, read_grid(path)[SIZES, 2], push=push) for push in (None, False)]
+    assert few[0] != few[1]
 
 
 def test_a_gpu_that_disagrees_is_noticed(grid, capsys):
@@ -103,17 +114,17 @@ def test_the_plan_reached_what_is_promised():
         assert {case["ep"] for case in cases} == {1, 2}
         for case in cases:
             if case["reached"] < REACHED:
-                assert changed_since(case), case
+                assert changed_since(case, pushed(path)), case
                 sizes = tuple(case["shape"][k] for k in "THIEK")
                 times = read_grid(path)[sizes, case["ep"]]
-                choice = chosen(sizes, case["ep"], times)
+                choice = chosen(sizes, case["ep"], times, push=pushed(path))
                 assert best_of(times)[0] / measured_ms(times, choice) > case["reached"], choice
 
 
-def changed_since(case):
+def changed_since(case, push):
     sizes = [case["shape"][k] for k in "THIEK"]
     bench = next(b for b, ep in all_cases() if [*map(int, b.text.split(","))] == sizes)
-    now = planned(bench, case["ep"], "h200")
+    now = planned(bench, case["ep"], "h200", push=push)
     return {k: now[k] for k in case["plan"]} != case["plan"]
 
 

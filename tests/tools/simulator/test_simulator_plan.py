@@ -213,10 +213,12 @@ def test_the_next_larger_number_is_taken_at_an_edge_only():
 
 
 def test_what_is_known_of_two_gpus():
-    """docs/measurements/h200-nvlink.md: the fastest comm SMs and, of 1024 to 2176, minibatch."""
+    """docs/measurements/h200-nvlink.md: the fastest comm SMs, combined, and, of 1024 to 2176, minibatch."""
     sizes = (8192, 7168, 2048, 64, 8)
-    config = Config.suggest(Shape(*sizes, 2), "h200")
+    config = Config.suggest(Shape(*sizes, 2), "h200", push=False)
     assert (config.fwd_num_comm_sms, config.minibatch_size) == (8, 1024)
     assert config.bwd_num_comm_sms in (4, 6)
-    assert Config.suggest(Shape(8192, 2048, 768, 128, 8, 2), "h200").fwd_num_comm_sms == 20
+    qwen = Shape(8192, 2048, 768, 128, 8, 2)
+    assert Config.suggest(qwen, "h200", push=False).fwd_num_comm_sms == 20
+    assert Config.suggest(qwen, "h200").fwd_num_comm_sms == 12  # pushed
     assert Config.suggest(Shape(8192, 4096, 14336, 8, 2, 2), "h200").fwd_num_comm_sms == 4
