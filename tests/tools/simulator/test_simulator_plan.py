@@ -208,7 +208,7 @@ def test_the_next_larger_number_is_taken_at_an_edge_only():
     times = {4: 13.4, 6: 9.93, 8: 9.98, 12: 10.1}
     assert off_the_edge(6, steps, times.__getitem__) == 8  # 4 is far slower, 8 as good
     assert off_the_edge(6, steps, {**times, 4: 10.2}.__getitem__) == 6  # no edge
-    assert off_the_edge(6, steps, {**times, 8: 10.1}.__getitem__) == 6  # 8 costs too much
+    assert off_the_edge(6, steps, {**times, 8: 10.2}.__getitem__) == 6  # 8 costs too much
     assert off_the_edge(12, steps, {**times, 12: 9.0, 8: 12.0}.__getitem__) == 12  # the last one
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from mok.config import Config, Shape
 from mok.errors import MokError
-from mok.kernels_cute.forward import ForwardKernel
 from mok.tools.simulator import (
     Scenario,
     balanced,
@@ -134,6 +133,9 @@ def test_what_pushes_by_default():
     assert not pushes(direction="backward") and not pushes(direction="recompute")
     assert pushes(direction="backward", push=True) and pushes(gb300, push=True)
     assert not pushes(gb300, program="upstream")
+    pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
+    from mok.kernels_cute.forward import ForwardKernel
+
     for arch, machine in (("sm_90a", H200), ("sm_103a", gb300)):
         assert ForwardKernel(False, arch).push == pushes(machine)
         assert ForwardKernel(True, arch).push == pushes(machine, ep=1)
