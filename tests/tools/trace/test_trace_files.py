@@ -14,7 +14,9 @@ from mok.tools.trace import timeline as picture
 from mok.tools.trace.perfetto import read_perfetto, to_perfetto, write_perfetto
 
 SHAPE = Shape(256, 512, 256, 8, 2, 2, 128)
-SCENARIO = Scenario(SHAPE, Config(4, 4, 256, 512), load_machine("h200"), routing=balanced(SHAPE))
+SCENARIO = Scenario(
+    SHAPE, Config(4, 4, 256, 512), load_machine("h200"), routing=balanced(SHAPE), push=False
+)
 
 
 @pytest.fixture(scope="module")
