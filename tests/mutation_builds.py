@@ -200,6 +200,7 @@ DIRECT_WIDE = Shape(300, 512, 256, 2, 1, shared_intermediate_size=256)
 DIRECT_SHARED = Shape(300, 512, 256, 2, 2, shared_intermediate_size=256)
 HALF_WIDE = Shape(260, 512, 256, 2, 1, shared_intermediate_size=256)
 HALF_SHARED = Shape(260, 512, 256, 4, 2, shared_intermediate_size=256)
+LONG = Shape(140, 2112, 64, 2, 2, shared_intermediate_size=64)
 
 BUILDS: dict[str, Build] = {
     "ring": ForwardBuild(
@@ -234,6 +235,7 @@ BUILDS: dict[str, Build] = {
         Forward(IDLE, 1, 8, 8, 4, "one_expert"),
         Forward(LATE, 2, 8, 8, 1),
         Forward(MANY, 8, 4, 4, 1, minibatch=8),
+        Forward(LONG, 1, 3, 3, 1),
     ),
     "hopper-direct": ForwardBuild(
         "sm_90a",
@@ -280,6 +282,7 @@ BUILDS: dict[str, Build] = {
         Forward(LATE, 2, 10, 10, 2),
         Forward(MANY, 8, 8, 8, 2, minibatch=8),
         Forward(HALF_SHARED, 4, 8, 8, 4, minibatch=4),
+        Forward(LONG, 1, 4, 4, 2),
         pair=True,
     ),
     "hopper-pair-direct": ForwardBuild(
