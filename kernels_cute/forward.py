@@ -1,8 +1,9 @@
 """The forward megakernel: dispatch, gate+up+SwiGLU, down and combine in one launch.
 
 Two builds of one kernel. *Direct* (one rank, BF16): A rows are gathered in place from x, y rows stay where
-the token sum finds them, and every CTA computes. *Ring* (several ranks): the first clusters to start are
-comm workers that pull rows into the ring and push results to their slots; the others compute.
+the token sum finds them, and every CTA computes. *Ring* (several ranks, or MXFP8): the first clusters to start
+are comm workers that pull rows into the ring and, unless tasks do so themselves (``push``), push results to their
+slots; the others compute.
 
 ``forward_roles`` says what the warps do, ``megakernel`` which warp does what on which machine.
 """

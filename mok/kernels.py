@@ -108,8 +108,8 @@ def token_sum_spec(
 ) -> KernelSpec:
     """The fixed-order token sum, of y or (without weights) of d_x.
 
-    ``direct`` finds rows through the schedule's int32 ``route_row``, else in the slots that combine
-    fills. ``has_shared_scale``: the shared expert's result has a factor per token.
+    ``direct`` finds rows through the schedule's int32 ``route_row``, else in the routes' slots.
+    ``has_shared_scale``: the shared expert's result has a factor per token.
     """
     return KernelSpec.of(
         ("token_sum" if has_weights else "dx_sum") + f"_{_path(direct)}",

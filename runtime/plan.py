@@ -174,7 +174,7 @@ def plan_workspace(
         ]
     buffers += [
         Buffer("hidden", (ring, inner), values, "local", "SwiGLU of gate and up"),
-        Buffer("y", (y_rows, hidden), "bfloat16", "local", "expert results by row"),
+        Buffer("y", (y_rows, hidden), "bfloat16", "local", "results by row, d_x of backward"),
         Buffer(
             "counter_sets",
             (3, -(-counters.size // 32) * 32),

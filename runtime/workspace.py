@@ -69,7 +69,7 @@ class BackwardBuffers:
 @dataclass(frozen=True)
 class MinibatchState:
     """Where a minibatch stands: arrivals at its counters, as (now, needed); needed is None unless
-    the program is known."""
+    the program is known. y_free stays 0 where down pushes its rows itself, forward's on Hopper."""
 
     minibatch: int
     slot: int

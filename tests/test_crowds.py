@@ -169,7 +169,7 @@ def test_kernels_are_compiled_before_a_run_on_a_gpu(
 
 
 def test_what_is_compiled_before_is_what_layers_launch():
-    """A kernel that no layer asks for would be compiled for nothing; each is compiled once."""
+    """Each once, all for this GPU; among them what layers launch, traced ones and those for training."""
     found = specs("sm_90a")
     assert len(found) == len(set(found)) and {spec.arch for spec in found} == {"sm_90a"}
     names = {spec.name for spec in found}

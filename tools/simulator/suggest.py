@@ -1,8 +1,8 @@
 """Comm SMs for ``Config.suggest``: the part of ``mok plan`` that is quick enough for a first call.
 
 How many SMs communicate matters most and follows from no rule of thumb: of 132 SMs a Mixtral layer on two
-H200s wants 4 and a Qwen3-30B layer 20. So the model tries some numbers, each direction on its own, on a call
-of some minibatches with as many rows an expert: at most 18 calls, kept for the process.
+H200s wants 4 and a Qwen3-30B layer 12, in backward 16. So the model tries some numbers, each direction on its
+own, on a call of some minibatches with as many rows an expert: at most 18 calls, kept for the process.
 """
 
 from __future__ import annotations
