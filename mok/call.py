@@ -474,7 +474,7 @@ class Call:
         if recompute:
             spec = kernels.recompute_spec(w.arch, self.direct, *options)
         else:
-            spec = kernels.forward_spec(w.arch, self.direct, save, *options)
+            spec = kernels.forward_spec(w.arch, self.direct, save, *options, c.push)
         name = "recompute" if recompute else "forward"
         return Plan(
             config=c,

@@ -194,6 +194,8 @@ class Config:
         pairs: on Hopper, two CTAs work together on tiles of 256 rows and load their common operand once,
             or each works alone on 128; None: together in forward, in backward where tasks are long.
             Blackwell always works in pairs.
+        push: on Hopper, forward's tasks send their results to the tokens' ranks themselves, or communication
+            SMs combine them; None: they do. For rows that pass the ring. Changes no bit.
 
     Raises ShapeError or DtypeError.
     """
@@ -210,6 +212,7 @@ class Config:
     trace: bool = False
     mxfp8_wire: bool = False
     pairs: bool | None = None
+    push: bool | None = None
 
     def __post_init__(self) -> None:
         sizes = ("fwd_num_comm_sms", "bwd_num_comm_sms", "minibatch_size", "macrobatch_size")
@@ -220,8 +223,10 @@ class Config:
                 f"macrobatch_size must be a multiple of minibatch_size ({self.minibatch_size})",
                 self.macrobatch_size,
             )
-        if self.pairs is not None and not isinstance(self.pairs, bool):
-            raise DtypeError("pairs must be True, False or None", repr(self.pairs))
+        for name in ("pairs", "push"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise DtypeError(f"{name} must be True, False or None", repr(value))
         for name in ("schedule_capacity_multiplier", "timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) or isinstance(value, bool):
@@ -344,6 +349,7 @@ class Config:
             minibatch_size=minibatch,
             macrobatch_size=ring * minibatch,
             schedule_capacity_multiplier=1.25 * (routes + padding) / (shape.ep_size * routes),
+            push=False if push is False else None,
         )
         if not in_place:
             from mok.tools.simulator.suggest import with_comm_sms

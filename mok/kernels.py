@@ -23,15 +23,19 @@ def forward_spec(
     wire: bool = False,
     limited: bool = False,
     pair: bool | None = None,
+    push: bool | None = None,
 ) -> KernelSpec:
     """The forward megakernel; ``direct`` (one rank, BF16) gathers rows in place, without the ring.
 
     ``trace`` records begin and end of every task; ``mxfp8``: routed experts in MXFP8;
     ``wire``: x travels quantised; ``limited``: SwiGLU clamps at the call's limit; ``pair``: work in pairs
-    of CTAs, None where the machine can.
+    of CTAs, None where the machine can; ``push``: False where comm workers shall combine results
+    though the machine's tasks can send them.
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
+    if push is False and not direct and machine_of(arch).pushes_forward:
+        name, config = f"{name}_combine", config | {"push": False}
     name, config = _variant(name, arch, config, mxfp8, wire, limited, pair)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)
 

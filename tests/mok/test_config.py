@@ -118,6 +118,7 @@ def test_two_wave_rule_is_the_least_that_fills_two_waves(model, num_sms, tile):
         (dict(reserved_sms=-1), "at least 0"),
         (dict(pairs=2), "True, False or None"),
         (dict(pairs=1), "True, False or None"),
+        (dict(push=0), "push must be True, False or None"),
     ],
 )
 def test_config_limits(change, rule):

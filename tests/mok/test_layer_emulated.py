@@ -285,6 +285,7 @@ TUNABLES = {
     "schedule_capacity_multiplier": ([1e-9, 0.5, 2.0], [1, 2], lambda r: r.facts.grid),
     "reserved_sms": ([0, 2, 3], [1, 2], lambda r: r.facts.grid),
     "pairs": ([True, False], [1, 2], lambda r: r.facts.pair),
+    "push": ([True, False], [2], lambda r: any(r.counters["y_free"])),  # told by combines alone
 }
 
 

@@ -254,6 +254,7 @@ TUNABLES = {
     "macrobatch_size": ([1024, 4096, 8192], [1, 4], lambda r: r.facts.ring_slots),
     "schedule_capacity_multiplier": ([1e-6, 0.008, 0.5], [1, 4], lambda r: r.facts.grid),
     "pairs": ([True, False], [1, 4], lambda r: r.facts.pair),
+    "push": ([True, False], [4], lambda r: any(r.counters["y_free"])),  # told by combines alone
 }
 
 

@@ -22,8 +22,10 @@ TUNABLES = (
     "macrobatch_size",
     "schedule_capacity_multiplier",
     "pairs",
+    "push",
 )
-"""``comm_sms`` sets those of both directions; ``pairs`` is 0 or 1."""
+"""``comm_sms`` sets those of both directions; ``pairs`` and ``push`` are 0 or 1."""
+SWITCHES = ("pairs", "push")
 
 MINIBATCHES = (512, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
 COMM_SMS = (2, 4, 8, 12, 16, 24, 32, 48)
@@ -54,7 +56,7 @@ def default_values(tunable: str, base: Config, arch: str, rows: int) -> tuple[An
         return tuple(n * base.minibatch_size for n in RINGS)
     if tunable == "schedule_capacity_multiplier":
         return CAPACITIES
-    return (0, 1) if tunable == "pairs" else COMM_SMS
+    return (0, 1) if tunable in SWITCHES else COMM_SMS
 
 
 def config_with(base: Config, tunable: str, value: Any) -> Config:
@@ -68,7 +70,7 @@ def config_with(base: Config, tunable: str, value: Any) -> Config:
     if tunable == "minibatch_size":
         ring = max(1, round(base.macrobatch_size / value))
         return dataclasses.replace(base, minibatch_size=value, macrobatch_size=ring * value)
-    return dataclasses.replace(base, **{tunable: bool(value) if tunable == "pairs" else value})
+    return dataclasses.replace(base, **{tunable: bool(value) if tunable in SWITCHES else value})
 
 
 def sweep_configs(base: Config, tunable: str, values: Sequence[Any]) -> list[tuple[str, Config]]:

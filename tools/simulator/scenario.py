@@ -110,9 +110,10 @@ class Scenario:
         """Down, in backward dgrad gate+up, sends its rows itself. Where rows pass the ring."""
         if self.program != "ours" or self.direct or self.direction == "recompute":
             return False
-        if self.push is None:
-            return self.direction == "forward" and machine_of(self.machine.arch).pushes_forward
-        return self.push
+        if self.push is not None:
+            return self.push
+        able = self.direction == "forward" and machine_of(self.machine.arch).pushes_forward
+        return able and self.config.push is not False
 
     @property
     def comm_sms(self) -> int:

@@ -293,6 +293,10 @@ def test_a_sweep_runs_ours_through_the_ring_with_each_value(monkeypatch, tmp_pat
     capacity = prepared(monkeypatch, tmp_path, "--sweep", "capacity", "--peers", "torch")
     names = [e.name for e in capacity.settings.entries]
     assert names == ["mok"] * 4 + ["torch", "cublas"]
+    push = prepared(monkeypatch, tmp_path, "--sweep", "push")
+    assert [(e.name, e.config.push) for e in push.settings.entries] == [
+        ("mok-ep4", False), ("mok-ep4", True),
+    ]  # fmt: skip
     pairs = prepared(monkeypatch, tmp_path, "--sweep", "pairs")
     assert [(e.name, e.config.pairs) for e in pairs.settings.entries] == [
         ("mok", False), ("mok", True),

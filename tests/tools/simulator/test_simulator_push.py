@@ -357,6 +357,9 @@ def test_comm_sms_with_push():
         shape = Shape(*sizes, 2)
         plain, push, kernels = (Config.suggest(shape, "h200", push=p) for p in (False, True, None))
         assert kernels == Config.suggest(shape, "h200")
+        assert plain.push is False and push.push is kernels.push is None  # what the layer then runs
+        assert with_comm_sms(plain, shape, "sm_90a", 132) == plain  # the config's word counts
+        plain = dataclasses.replace(plain, push=None)
         assert push.fwd_num_comm_sms <= most < plain.fwd_num_comm_sms
         assert push.bwd_num_comm_sms <= plain.bwd_num_comm_sms
         assert kernels == dataclasses.replace(plain, fwd_num_comm_sms=push.fwd_num_comm_sms)
@@ -375,7 +378,7 @@ def test_comm_sms_with_push():
             ]
             assert min(times) / search.run(push, direction).ms >= 0.97
     blackwell = [Config.suggest(shape, "gb300", push=p) for p in (None, False)]
-    assert blackwell[0] == blackwell[1]
+    assert blackwell[0] == dataclasses.replace(blackwell[1], push=None)
 
 
 def test_a_timeline_names_it():
