@@ -27,7 +27,7 @@ from .forward_roles import (
     Sources,
     Targets,
 )
-from .machine import machine_of
+from .machine import forward_pushes
 from .matrix import matrix
 from .program import AHEAD, Tile
 from .sync import int_ptr
@@ -91,7 +91,7 @@ class ForwardKernel(ForwardRoles):
             raise ResourceError("only MXFP8 can be on the wire", "wire without mxfp8")
         super().__init__(
             arch, direct, tile_n, stages, scheduling, mxfp8, pair=pair, carry=carry, overlap=overlap,
-            push=(push is None or push) and not direct and not recompute and machine_of(arch).pushes_forward,
+            push=forward_pushes(arch, direct or recompute, push),
         )  # fmt: skip
         self.wire = wire
         self.save_context = save_context or recompute

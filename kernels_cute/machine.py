@@ -88,6 +88,15 @@ def machine_of(arch: str) -> Machine:
     return MACHINES[arch]
 
 
+def forward_pushes(arch: str, direct: bool, push: bool | None = None) -> bool:
+    """Whether forward's tasks send their results themselves; ``push``: what was asked for, None for the default.
+
+    Raises:
+        ResourceError: there are no kernels for ``arch``.
+    """
+    return push is not False and not direct and machine_of(arch).pushes_forward
+
+
 def check_tile(
     arch: str, tile_n: int, stages: int, store_stages: int = 2, scaled: bool = False
 ) -> None:

@@ -28,12 +28,10 @@ class PushRole:
     """Mixed into kernels, which say what they push and what else is staged."""
 
     pushes: int  # the kind of task whose rows are pushed: tiles of ``tile.down_n`` columns of H
-    push_slots: Callable[
-        ..., Int64
-    ]  # (ctx): rank 0's address of the slots, bf16 [max tokens * K, H] on every rank
-    passed_chunks: Callable[
-        ..., Int32
-    ]  # (entry): staging buffers that another kind of task fills; 0 for ``END``
+    # (ctx): rank 0's address of the slots, bf16 [max tokens * K, H] on every rank
+    push_slots: Callable[..., Int64]
+    # (entry): staging buffers that another kind of task fills; 0 for ``END``
+    passed_chunks: Callable[..., Int32]
 
     @cute.jit
     def push_role(self, ctx, shared):

@@ -195,7 +195,7 @@ class Config:
             or each works alone on 128; None: together in forward, in backward where tasks are long.
             Blackwell always works in pairs.
         push: on Hopper, forward's tasks send their results to the tokens' ranks themselves, or communication
-            SMs combine them; None: they do. For rows that pass the ring. Changes no bit.
+            SMs combine them; None: tasks do. For rows that pass the ring; Blackwell always combines.
 
     Raises ShapeError or DtypeError.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import cache
 
-from mok.kernels_cute.machine import machine_of
+from mok.kernels_cute.machine import forward_pushes, machine_of
 from mok.runtime.compile import KernelSpec
 
 FORWARD = "mok.kernels_cute.forward:ForwardKernel"
@@ -34,7 +34,7 @@ def forward_spec(
     """
     name = f"forward_{_path(direct)}" + ("_save" if save_context else "")
     config = {"direct": direct, "save_context": save_context}
-    if push is False and not direct and machine_of(arch).pushes_forward:
+    if push is False and forward_pushes(arch, direct):
         name, config = f"{name}_combine", config | {"push": False}
     name, config = _variant(name, arch, config, mxfp8, wire, limited, pair)
     return _for_machine(name, arch, FORWARD, launch_control, trace, **config)

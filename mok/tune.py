@@ -211,7 +211,7 @@ class Device:
 
 def key_of(shape: Shape, device: Device) -> str:
     """What a result is remembered under."""
-    from mok.kernels_cute.machine import machine_of
+    from mok.kernels_cute.machine import forward_pushes
 
     sizes = {
         "T": shape.num_tokens,
@@ -225,7 +225,7 @@ def key_of(shape: Shape, device: Device) -> str:
     parts = [device.name, f"{device.num_sms} SMs", device.arch]
     if device.virtual and shape.ep_size > 1:
         parts.append("virtual ranks")
-    if shape.ep_size > 1 and machine_of(device.arch).pushes_forward:
+    if forward_pushes(device.arch, shape.ep_size == 1):
         parts.append("forward pushes")  # what was found before it did, wanted more comm SMs
     return "; ".join([*parts, *(f"{name} {size}" for name, size in sizes.items())])
 

@@ -21,7 +21,7 @@ from mok.config import Config, Shape, tile_rows
 from mok.errors import MokError
 from mok.tools.bench.bits import digest
 from mok.tools.bench.programs import Options, Unavailable, make_program
-from mok.tools.bench.programs.ours import forward_pushes
+from mok.tools.bench.programs.ours import layer_pushes
 from mok.tools.bench.shapes import SUITES, BenchShape
 from mok.tools.bench.timing import Clock, Deadline, Regime, measure
 from mok.tools.bench.work import Work, bench_routing, make_work
@@ -113,7 +113,7 @@ class Grid:
         self.work, self.ep, self.clock, self.write = work, ep, clock, write
         self.shape = per_rank(work.bench, ep)
         self.rings, self.comm = rings(self.shape, arch), comm_sms(self.shape, num_sms)
-        self.push = forward_pushes(arch, ep == 1)
+        self.push = layer_pushes(arch, ep == 1)
         self.times: dict[tuple[str, int, int, int], float] = {}
         self.bits: dict[str, int] = {}
 

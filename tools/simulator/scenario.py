@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from mok.config import Config, Shape
 from mok.errors import MokError, ShapeError
-from mok.kernels_cute.machine import machine_of, works_in_pairs
+from mok.kernels_cute.machine import forward_pushes, works_in_pairs
 from mok.tools.simulator.machine import Machine
 from mok.tools.simulator.routing import Routing, drawn
 
@@ -112,8 +112,9 @@ class Scenario:
             return False
         if self.push is not None:
             return self.push
-        able = self.direction == "forward" and machine_of(self.machine.arch).pushes_forward
-        return able and self.config.push is not False
+        return self.direction == "forward" and forward_pushes(
+            self.machine.arch, self.direct, self.config.push
+        )
 
     @property
     def comm_sms(self) -> int:

@@ -10,7 +10,7 @@ pytest.importorskip("cutlass", reason="kernels need the CuTe DSL")
 from mok import kernels
 from mok.config import Shape
 from mok.reference import integer_case
-from mok.tools.bench.programs.ours import forward_pushes
+from mok.tools.bench.programs.ours import layer_pushes
 from mok.tools.bench.push_ab import pushing
 from tests.mok.test_one_macrobatch import gradients
 
@@ -31,12 +31,12 @@ def test_kernels_are_those_of_the_layer_but_for_push(which):
 
 def test_what_a_program_notes():
     """``pushed``, where the layer's own kernel does so, or is made to."""
-    assert forward_pushes("sm_90a", False) and not forward_pushes("sm_90a", True)
-    assert not forward_pushes("sm_100a", False)
+    assert layer_pushes("sm_90a", False) and not layer_pushes("sm_90a", True)
+    assert not layer_pushes("sm_100a", False)
     for push in (True, False):
         with pushing("forward", push):
-            assert forward_pushes("sm_90a", False) == push
-            assert not forward_pushes("sm_100a", False)
+            assert layer_pushes("sm_90a", False) == push
+            assert not layer_pushes("sm_100a", False)
 
 
 @pytest.mark.slow

@@ -29,13 +29,13 @@ def precision_of(name: str) -> str:
     return "mxfp8" if "mxfp8" in name else "bf16"
 
 
-def forward_pushes(arch: str, direct: bool, push: bool | None = None) -> bool:
-    """Whether the tasks of the layer's forward kernel send their results themselves."""
+def layer_pushes(arch: str, direct: bool, push: bool | None = None) -> bool:
+    """Whether the tasks of the layer's forward kernel, as its spec says, send their results themselves."""
     from mok import kernels
-    from mok.kernels_cute.machine import machine_of
+    from mok.kernels_cute.machine import forward_pushes
 
     chosen = dict(kernels.forward_spec(arch, direct, push=push).config).get("push")
-    return chosen is not False and not direct and machine_of(arch).pushes_forward
+    return forward_pushes(arch, direct, chosen)
 
 
 class MokProgram(Program):
@@ -115,7 +115,7 @@ class MokProgram(Program):
         slots = c.macrobatch_size // c.minibatch_size
         if tasks_ahead(ep == 1, self.precision == "mxfp8") and slots >= MIN_AHEAD:
             self.note += ", ahead"
-        if forward_pushes(self.workspace.arch, ep == 1 and self.precision == "bf16", c.push):
+        if layer_pushes(self.workspace.arch, ep == 1 and self.precision == "bf16", c.push):
             self.note += ", pushed"
 
     def _weight(self, weight: Tensor) -> Any:
